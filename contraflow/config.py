@@ -1,0 +1,241 @@
+"""A run's configuration: one frozen section per room, read from a TOML recipe plus `--set section.key=value`.
+
+Takes a file and overrides, gives a checked `Recipe` or a `ConfigError` that names the key, the value, what is allowed
+and the nearest name. Does not import torch, start anything, or derive one section from another.
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from contraflow.errors import ConfigError
+
+Count = Annotated[int, Field(ge=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """Frozen, no unknown keys, no silent conversions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+
+class Run(Section):
+    """What a run is called, how long it goes on and what it writes."""
+
+    seed: int = 0
+    steps: Count = 100
+    eval_every: Count = 10  # steps between looks at held-out tasks
+    eval_tasks: Annotated[int, Field(ge=0)] = 256  # 0: never look
+    stop_at_accuracy: Share = 1.0  # end early once held-out accuracy reaches it
+    keep_episodes: Annotated[int, Field(ge=0)] = 4  # groups a step written to episodes.jsonl for the report
+    stall_s: Seconds = 120.0  # no wait in the loop may last longer; then the run stops and says who waited for what
+    max_bad_steps: Count = 3  # steps in a row with a non-finite loss before the run stops
+
+
+class Model(Section):
+    """The policy to start from: a Hugging Face folder, or `builtin:NAME` for one shipped in the package."""
+
+    folder: str = "builtin:tiny-moe"
+
+
+class Env(Section):
+    """Which environment poses the tasks; `options` are checked by that environment."""
+
+    name: str = "arithmetic"
+    options: dict[str, Any] = {}
+    step_deadline_s: Seconds = 10.0  # an environment that has not answered by then costs the episode
+
+
+class Reward(Section):
+    """Named parts and their weights; the reward of an episode is the weighted sum."""
+
+    parts: dict[str, float] = {"correct": 1.0}
+
+
+class Rollout(Section):
+    """How tasks become groups of episodes."""
+
+    workers: Count = 1
+    episodes: Count = 8  # G: episodes of one group
+    max_new_tokens: Count = 16  # per episode, over all its turns
+    max_turns: Count = 1  # model turns per episode
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    concurrency: Count = 64  # groups a worker plays at once
+    group_deadline_s: Seconds = 60.0
+
+
+class Engine(Section):
+    """Where tokens come from."""
+
+    kind: Literal["native", "scripted"] = "native"
+    context_tokens: Count = 256  # longest sequence, prompt included
+    kv_tokens: Count = 65536  # KV-cache budget, over all sequences
+    block_tokens: Count = 16  # tokens of one cache block
+    max_sequences: Count = 256  # sequences decoded together
+    prefill_tokens: Count = 2048  # prompt tokens computed in one step
+    on_refresh: Literal["keep", "recompute"] = "keep"  # KV cache of unfinished sequences when weights change
+    routes: bool = False  # record each token's experts
+
+
+class Buffer(Section):
+    """The window and the tickets: how old a trained token may be, and how much may be in flight."""
+
+    groups_per_step: Count = 16  # P
+    max_age: Annotated[int, Field(ge=0)] = 2  # eta; 0 is the synchronous trainer
+    expiry: Literal["hold", "mask", "repose"] = "hold"  # what happens to a group about to expire
+    no_signal: Literal["drop", "keep"] = "drop"  # groups whose episodes all earned the same
+
+    @property
+    def tickets(self) -> int:
+        """Groups in flight at most: (eta + 1) * P."""
+        return (self.max_age + 1) * self.groups_per_step
+
+
+class Loss(Section):
+    """The policy objective."""
+
+    advantages: Literal["grpo", "centred"] = "grpo"  # divide by the group's standard deviation, or only centre
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    reduction: Literal["token", "sequence"] = "token"
+    kl_weight: Annotated[float, Field(ge=0)] = 0.0  # to the model the run began with; 0 keeps no reference copy
+    balance_weight: Annotated[float, Field(ge=0)] = 0.0  # load-balancing loss of the router
+
+
+class Train(Section):
+    """How groups become a new version."""
+
+    epochs: Count = 1  # e: passes over one take
+    updates: Count = 1  # m: optimizer updates per pass
+    tokens_per_batch: Count = 8192  # budget of one packed micro-batch
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    warmup_updates: Annotated[int, Field(ge=0)] = 5
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    checkpoint_every: Count = 20  # steps between cuts
+    keep_checkpoints: Count = 2
+    step_deadline_s: Seconds = 120.0
+
+
+class Weights(Section):
+    """How a version travels from trainer to engine, and how its arrival is proven."""
+
+    carrier: Literal["memory", "blob"] = "memory"
+    url: str = ""  # for `blob`: a folder or s3://bucket/prefix; empty is RUN/weights
+    chunk_bytes: Count = 1 << 20
+    probe_prompts: Count = 4
+    probe_tokens: Count = 16
+    probe_tolerance: Annotated[float, Field(gt=0)] = 1e-3
+    refresh_deadline_s: Seconds = 30.0
+
+
+class Runtime(Section):
+    """Where workers live."""
+
+    kind: Literal["local", "inline"] = "local"
+    threads: Count = 1  # torch threads of each worker
+
+
+class Recipe(Section):
+    """A whole run. Every section has defaults that work on two CPU cores."""
+
+    run: Run = Run()
+    model: Model = Model()
+    env: Env = Env()
+    reward: Reward = Reward()
+    rollout: Rollout = Rollout()
+    engine: Engine = Engine()
+    buffer: Buffer = Buffer()
+    loss: Loss = Loss()
+    train: Train = Train()
+    weights: Weights = Weights()
+    runtime: Runtime = Runtime()
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and apply `section.key=value` overrides (values are TOML; a bare word is a string)."""
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"recipe {str(path)!r} does not exist; see recipes/ for ones to start from") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
+        raise ConfigError(f"recipe {str(path)!r} is not TOML: {fault}") from None
+    for override in overrides:
+        _apply(tree, override)
+    return check_recipe(tree)
+
+
+def check_recipe(tree: Mapping[str, Any]) -> Recipe:
+    """Turn a tree of plain values into a `Recipe`, or say exactly which key is wrong."""
+    try:
+        # By way of JSON, since JSON's rules fit TOML: a list may stand for a tuple, and nothing else is converted.
+        return Recipe.model_validate_json(json.dumps(tree))
+    except TypeError as fault:
+        raise ConfigError(f"a recipe holds numbers, strings, booleans, lists and tables only: {fault}") from None
+    except ValidationError as fault:
+        raise ConfigError("\n".join(_explain(error) for error in fault.errors())) from None
+
+
+def recipe_toml(recipe: Recipe) -> str:
+    """The recipe as TOML, every value written out: what a run really used."""
+    lines = []
+    for name, section in recipe.model_dump(mode="json").items():
+        lines.append(f"[{name}]")
+        lines += [f"{key} = {_toml(value)}" for key, value in section.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    path, found, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not found or len(keys) < 2 or not all(keys):
+        raise ConfigError(f"--set {override!r}: write section.key=value, such as buffer.max_age=0")
+    node = tree
+    for key in keys[:-1]:
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"--set {override!r}: {key!r} is a value, not a section")
+    node[keys[-1]] = _parse(text.strip())
+
+
+def _parse(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(error: Any) -> str:
+    path = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {path!r}{_nearest(error['loc'])}"
+    return f"{path} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _nearest(loc: tuple[Any, ...]) -> str:
+    section: type[BaseModel] = Recipe
+    for part in loc[:-1]:
+        inner = section.model_fields[str(part)].annotation
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return ""
+        section = inner
+    names = list(section.model_fields)
+    close = difflib.get_close_matches(str(loc[-1]), names, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(names)}"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, list):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    return json.dumps(value)

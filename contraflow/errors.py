@@ -1,0 +1,82 @@
+"""Failures, typed by the boundary they crossed.
+
+A broken episode is data (counted, shown, the run goes on); a broken worker is an event (named, acted on by role);
+a broken configuration or checkpoint stops the run before anything is lost. Every message names the thing, the value,
+what is allowed and what to do.
+"""
+
+
+class ContraflowError(Exception):
+    """Root of everything this package raises on purpose."""
+
+
+class ConfigError(ContraflowError):
+    """A recipe, an override or a named part does not fit; nothing was started."""
+
+
+class ModelError(ContraflowError):
+    """A model folder, tensor or shape is not what the model expects."""
+
+
+class TaskError(ContraflowError):
+    """An environment raised, answered nonsense or did not answer; costs one episode."""
+
+
+class RewardError(ContraflowError):
+    """A reward raised or gave a number that is not finite; costs one episode."""
+
+
+class EngineError(ContraflowError):
+    """An engine could not answer a request, such as a prompt longer than its context."""
+
+
+class CarrierError(ContraflowError):
+    """A weight version did not arrive whole: missing, torn, of another shape, or failing its proof."""
+
+
+class CheckpointError(ContraflowError):
+    """A checkpoint could not be written or read whole; the previous one is untouched."""
+
+
+class TrainingError(ContraflowError):
+    """A training step gave a loss or gradient that is not finite; the step was not applied."""
+
+
+class RunFolderError(ContraflowError):
+    """The run folder is in use by another run, or does not hold what a resume needs."""
+
+
+class ChannelError(ContraflowError):
+    """A call could not be carried to a worker or back."""
+
+
+class RemoteError(ContraflowError):
+    """A worker's method raised; carries the worker's name, the method and the original type and text.
+
+    Failures of this package keep their own type across a channel; only foreign exceptions arrive as this one.
+    """
+
+
+class WorkerDied(ContraflowError):
+    """A worker process ended or stopped answering without being asked to.
+
+    Attributes: `worker` its name, `detail` how it ended (exit code or signal) and what it was doing.
+    """
+
+    def __init__(self, worker: str, detail: str) -> None:
+        super().__init__(f"worker {worker!r} died: {detail}")
+        self.worker = worker
+        self.detail = detail
+
+
+class DeadlineExceeded(ContraflowError):
+    """A wait ran out of time.
+
+    Attributes: `owner` who waited, `cause` for what, `seconds` how long.
+    """
+
+    def __init__(self, owner: str, cause: str, seconds: float) -> None:
+        super().__init__(f"{owner} waited {seconds:g} s for {cause}")
+        self.owner = owner
+        self.cause = cause
+        self.seconds = seconds
