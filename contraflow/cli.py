@@ -1,0 +1,103 @@
+"""The command line: one sub-command per job. Parses, imports late, runs; the only place that reads the clock or prints.
+
+Imports nothing heavy at module level, so that `--help` answers at once.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from contraflow.errors import ContraflowError
+
+app = typer.Typer(
+    help="Asynchronous reinforcement learning for Mixture-of-Experts language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+RecipeFile = Annotated[Path, typer.Argument(help="a recipe (TOML), such as recipes/tiny_cpu.toml", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="section.key=value; may be given many times", show_default=False)
+]
+RunFolder = Annotated[Path, typer.Argument(help="the folder of a run", show_default=False)]
+
+
+@app.command()
+def run(
+    recipe: RecipeFile,
+    folder: Annotated[Path | None, typer.Option(help="where the run lives [default: runs/RECIPE-DATE]")] = None,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint in --folder")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="lines instead of the live view")] = False,
+) -> None:
+    """Train a model by RL as the recipe says. Ctrl-C ends it cleanly; --resume goes on."""
+    from contraflow.config import load_recipe
+    from contraflow.errors import RunFolderError
+    from contraflow.run import run_recipe
+    from contraflow.view.live import open_view
+
+    if resume and folder is None:
+        raise RunFolderError("--resume needs --folder: which run should go on?")
+    place = folder or Path("runs") / f"{recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    settings = load_recipe(recipe, overrides or [])
+    with open_view(settings, place, live=sys.stdout.isatty() and not plain) as view:
+        outcome = run_recipe(settings, place, resume=resume, clock=time.monotonic, view=view)
+        view.end(outcome)
+
+
+@app.command()
+def report(folder: RunFolder) -> None:
+    """Write RUN/report.html: one self-contained page with curves, seconds, expert load and sampled episodes."""
+    from contraflow.view.report import write_report
+
+    typer.echo(f"wrote {write_report(folder)}")
+
+
+@app.command()
+def inspect(folder: RunFolder) -> None:
+    """What happened to every group of a run: trained, dropped (why), held; read from its ledger."""
+    from contraflow.view.inspect import describe
+
+    typer.echo(describe(folder))
+
+
+@app.command()
+def sft(
+    recipe: RecipeFile,
+    folder: Annotated[Path, typer.Argument(help="where the model is written (a Hugging Face folder)")],
+    overrides: Overrides = None,
+) -> None:
+    """Make a model from nothing, or train one further, on an environment's own answers."""
+    from contraflow.config import load_sft_recipe
+    from contraflow.train.sft import make_model
+
+    for line in make_model(load_sft_recipe(recipe, overrides or []), folder, clock=time.monotonic):
+        typer.echo(line)
+
+
+@app.command()
+def upcycle(
+    dense: Annotated[Path, typer.Argument(help="a dense Hugging Face folder (Qwen3 or Llama kind)")],
+    folder: Annotated[Path, typer.Argument(help="where the Mixture-of-Experts model is written")],
+    experts: Annotated[int, typer.Option(help="experts per layer")] = 8,
+    top_k: Annotated[int, typer.Option(help="experts per token")] = 2,
+) -> None:
+    """Turn a dense checkpoint into a Mixture-of-Experts one that gives the same logits."""
+    from contraflow.model.upcycle import upcycle_folder
+
+    upcycle_folder(dense, folder, experts=experts, top_k=top_k)
+    typer.echo(f"wrote {folder}")
+
+
+def main() -> None:
+    """Entry point. Errors of this package are told in their own words; anything else is a bug and keeps its traceback."""
+    try:
+        app()
+    except ContraflowError as fault:
+        typer.echo(f"contraflow: {fault}", err=True)
+        raise SystemExit(1) from None

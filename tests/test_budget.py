@@ -1,0 +1,41 @@
+"""Small and clear, as a test: lines per file and per function, module headers, annotations."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = sorted((ROOT / "contraflow").rglob("*.py"))
+MAX_FILE, MAX_FUNCTION = 400, 60
+
+
+def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_and_functions_fit_the_eye(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_FILE
+    long = {f.name: f.end_lineno - f.lineno + 1 for f in functions(path) if f.end_lineno - f.lineno >= MAX_FUNCTION}
+    assert not long
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_module_says_its_job(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert not text.strip() or ast.get_docstring(ast.parse(text))
+
+
+def test_only_one_file_knows_each_outside_system() -> None:
+    owners = {"obstore": "blobs.py", "zmq": "runtime/channel.py", "typer": "cli.py", "tokenizers": "model/tokenizer.py"}
+    for module, owner in owners.items():
+        users = {
+            str(path.relative_to(ROOT / "contraflow"))
+            for path in FILES
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if (isinstance(node, ast.Import) and any(a.name.split(".")[0] == module for a in node.names))
+            or (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == module)
+        }
+        assert users <= {owner}, module

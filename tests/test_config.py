@@ -1,0 +1,87 @@
+"""A recipe is checked before anything starts, and its errors say what to do."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from contraflow.config import Recipe, check_recipe, load_recipe, recipe_toml
+from contraflow.errors import ConfigError
+
+SHIPPED = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_an_empty_recipe_is_a_whole_run() -> None:
+    assert check_recipe({}) == Recipe()
+
+
+def test_tickets_follow_from_age_and_groups() -> None:
+    recipe = check_recipe({"buffer": {"max_age": 2, "groups_per_step": 5}})
+    assert recipe.buffer.tickets == 15
+
+
+def test_a_recipe_survives_being_written_out(tmp_path: Path) -> None:
+    recipe = check_recipe(
+        {
+            "env": {"options": {"kinds": [{"op": "+", "digits": [2, 3]}], "reversed": True}},
+            "train": {"betas": [0.8, 0.9]},
+        }
+    )
+    assert load_recipe(written(tmp_path, recipe_toml(recipe))) == recipe
+
+
+def test_overrides_reach_into_sections(tmp_path: Path) -> None:
+    path = written(tmp_path, "[buffer]\nmax_age = 2\n")
+    recipe = load_recipe(path, ["buffer.max_age=0", "env.name=calculator", "env.options.digits=[1,2]"])
+    assert (recipe.buffer.max_age, recipe.env.name, recipe.env.options) == (0, "calculator", {"digits": [1, 2]})
+
+
+@pytest.mark.parametrize(
+    ("tree", "says"),
+    [
+        ({"bufer": {}}, "unknown key 'bufer'; did you mean 'buffer'?"),
+        ({"buffer": {"max_agee": 1}}, "unknown key 'buffer.max_agee'; did you mean 'max_age'?"),
+        ({"buffer": {"zzz": 1}}, "allowed: groups_per_step, max_age"),
+        ({"buffer": {"max_age": "2"}}, "buffer.max_age = '2': input should be a valid integer"),
+        ({"buffer": {"max_age": -1}}, "buffer.max_age = -1: input should be greater than or equal to 0"),
+        ({"buffer": 3}, "buffer = 3: input should be an object"),
+        ({"engine": {"kind": "vlm"}}, "engine.kind = 'vlm': input should be 'native'"),
+        ({"train": {"betas": [0.9]}}, "train.betas"),
+        ({"rollout": {"episodes": 0}}, "rollout.episodes = 0"),
+        ({"run": {"seed": tomllib}}, "numbers, strings, booleans, lists and tables only"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_what_is_allowed(tree: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError) as fault:
+        check_recipe(tree)
+    assert says in str(fault.value)
+
+
+@pytest.mark.parametrize("override", ["max_age=1", "buffer.max_age", "=1", "buffer.=1", ".x=1"])
+def test_a_malformed_override_is_refused(tmp_path: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=r"section\.key=value"):
+        load_recipe(written(tmp_path, ""), [override])
+
+
+def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a value, not a section"):
+        load_recipe(written(tmp_path, ""), ["run.seed=1", "run.seed.deep=2"])
+
+
+def test_a_missing_recipe_and_broken_toml_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_recipe(tmp_path / "absent.toml")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load_recipe(written(tmp_path, "[run\nseed=1"))
+
+
+def test_knobs_stay_few() -> None:
+    """Every knob is one more thing to explain; this number moves only on purpose."""
+    knobs = sum(len(section.annotation.model_fields) for section in Recipe.model_fields.values())
+    assert knobs <= 70
