@@ -34,6 +34,18 @@ class CarrierError(ContraflowError):
     """A weight version did not arrive whole: missing, torn, of another shape, or failing its proof."""
 
 
+class BlobError(ContraflowError):
+    """A blob could not be read, written, listed or deleted."""
+
+
+class BlobMissing(BlobError):
+    """There is no blob of this key."""
+
+
+class BlobExists(BlobError):
+    """A blob of this key is there already, and the write was to create it."""
+
+
 class CheckpointError(ContraflowError):
     """A checkpoint could not be written or read whole; the previous one is untouched."""
 
