@@ -1,0 +1,125 @@
+"""Groups become samples with credit, samples become packed micro-batches whose losses add up to one update.
+
+Takes the groups of a take and what the window allows of them, gives `Sample`s by group and `Batch`es under a token
+budget. Pure functions; nothing is drawn from a global source, and the same input gives the same packing.
+Does not run a model. Shape letters: L tokens of one episode, T packed tokens, S sequences, G episodes of a group.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from contraflow.algo.credit import AdvantageKind, group_advantages
+from contraflow.algo.loss import Reduction, token_shares
+from contraflow.errors import TrainingError
+from contraflow.types import Batch, Bool, Chosen, Episode, Float32, Group, Int32, Int64, Sample, Version
+
+
+def samples(groups: Sequence[Group], chosen: Sequence[Chosen], *, advantages: AdvantageKind) -> list[list[Sample]]:
+    """Samples of each group, in the order of the groups; `chosen[i]` says what the window allows of `groups[i]`.
+
+    Episodes that failed are left out; so are those with no trained token left. The baseline is that of all episodes
+    that did not fail: an episode masked for its age still says how hard the task is. With fewer than two of them every
+    advantage is zero. Raises TrainingError when the groups are not those that were chosen.
+    """
+    expected = [(c.group, c.attempt) for c in chosen]
+    got = [(g.ticket.group, g.ticket.attempt) for g in groups]
+    if got != expected:
+        raise TrainingError(f"the buffer gave groups (group, attempt) {got} where {expected} were taken")
+    return [_group_samples(group, pick.floor, advantages) for group, pick in zip(groups, chosen, strict=True)]
+
+
+def group_credit(group: Group, kind: AdvantageKind) -> Float32:
+    """Advantage `[G]` of every episode of the group; 0 for those that failed."""
+    usable = [i for i, episode in enumerate(group.episodes) if not episode.failed]
+    rewards = torch.tensor([group.episodes[i].reward for i in usable], dtype=torch.float64)
+    credit_G = np.zeros(len(group.episodes), np.float32)
+    credit_G[usable] = group_advantages(rewards, kind=kind).numpy()
+    return credit_G
+
+
+def split(count: int, parts: int, *, seed: Sequence[int]) -> list[Int64]:
+    """Shuffle `range(count)` and cut it into `parts` updates of sizes that differ by at most one; no update is empty.
+
+    The order is a function of `seed` (run seed, step, epoch) alone, so a resumed run draws what the first would have.
+    """
+    order = np.random.default_rng([word % 2**64 for word in seed]).permutation(count)
+    return [part for part in np.array_split(order, parts) if part.size]
+
+
+def pack(chosen: Sequence[Sample], *, tokens_per_batch: int, reduction: Reduction) -> list[Batch]:
+    """Pack one update's samples into micro-batches of at most `tokens_per_batch` tokens.
+
+    First fit by falling length, ties in the given order; a sample longer than the budget gets a batch of its own.
+    `weights` are shares of the whole update, so the sum of the micro-batch losses is the loss of one large batch.
+    """
+    lengths_S = np.array([sample.tokens.size for sample in chosen], np.int64)
+    trained_S = np.array([np.count_nonzero(sample.mask) for sample in chosen], np.int64)
+    shares_S = token_shares(torch.from_numpy(trained_S), reduction=reduction).numpy().astype(np.float32)
+    return [_batch([chosen[i] for i in bin_], shares_S[bin_]) for bin_ in _first_fit(lengths_S, tokens_per_batch)]
+
+
+def _group_samples(group: Group, floor: Version, kind: AdvantageKind) -> list[Sample]:
+    credit_G = group_credit(group, kind)
+    pairs = zip(group.episodes, credit_G, strict=True)
+    made = [_sample(episode, float(advantage), floor) for episode, advantage in pairs if not episode.failed]
+    return [sample for sample in made if sample is not None]
+
+
+def _sample(episode: Episode, advantage: float, floor: Version) -> Sample | None:
+    """The episode up to its last trained token: what comes after has no say in the loss. None when nothing is left."""
+    versions_L = np.full(episode.tokens.size, -1, np.int32)
+    mask_L = np.zeros(episode.tokens.size, np.bool_)
+    for span in episode.spans:
+        versions_L[span.start : span.end] = span.version.n
+        mask_L[span.start : span.end] = span.version >= floor
+    mask_L &= episode.trained
+    mask_L[:1] = False  # the first token has nothing before it to be predicted from
+    trained = np.flatnonzero(mask_L)
+    if not trained.size:
+        return None
+    end = int(trained[-1]) + 1
+    mask_L = mask_L[:end]
+    return Sample(
+        tokens=episode.tokens[:end],
+        mask=mask_L,
+        behaviour=episode.logprobs[:end],
+        advantages=np.where(mask_L, np.float32(advantage), np.float32(0)),
+        versions=np.where(mask_L, versions_L[:end], np.int32(-1)),
+    )
+
+
+def _first_fit(lengths_S: Int64, budget: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    room: list[int] = []
+    first = 0  # bins before it are too full for any sample still to come, since lengths only fall
+    shortest = int(lengths_S.min(initial=budget))
+    for index in np.argsort(-lengths_S, kind="stable").tolist():
+        length = int(lengths_S[index])
+        while first < len(bins) and room[first] < shortest:
+            first += 1
+        home = next((b for b in range(first, len(bins)) if room[b] >= length), len(bins))
+        if home == len(bins):
+            bins.append([])
+            room.append(budget)
+        bins[home].append(index)
+        room[home] -= length
+    return bins
+
+
+def _batch(chosen: Sequence[Sample], shares_S: Float32) -> Batch:
+    lengths_S = np.array([sample.tokens.size for sample in chosen], np.int32)
+    starts = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths_S, dtype=np.int32)])
+    mask_T: Bool = np.concatenate([sample.mask for sample in chosen])
+    tokens_T: Int32 = np.concatenate([sample.tokens for sample in chosen])
+    return Batch(
+        tokens=tokens_T,
+        positions=np.arange(tokens_T.size, dtype=np.int32) - np.repeat(starts[:-1], lengths_S),
+        starts=starts,
+        mask=mask_T,
+        behaviour=np.concatenate([sample.behaviour for sample in chosen]),
+        advantages=np.concatenate([sample.advantages for sample in chosen]),
+        weights=np.where(mask_T, np.repeat(shares_S, lengths_S), np.float32(0)),
+        versions=np.concatenate([sample.versions for sample in chosen]),
+    )

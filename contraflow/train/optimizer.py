@@ -1,0 +1,133 @@
+"""AdamW on fp32 master weights: warm-up then constant rate, gradient norm clipped, nothing applied that is not finite.
+
+Takes a module whose gradients are filled, gives moved parameters; hands its moments out as named tensors for a
+checkpoint, and takes them back. Does not compute gradients or decide when to move.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from contraflow.errors import CheckpointError, ModelError, TrainingError
+
+
+class OptimizerSettings(Protocol):
+    """What both recipe sections that train, `train` and `sft`, say about it."""
+
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def warmup_updates(self) -> int: ...
+    @property
+    def weight_decay(self) -> float: ...
+    @property
+    def betas(self) -> tuple[float, float]: ...
+    @property
+    def clip_norm(self) -> float: ...
+
+
+class Applied(NamedTuple):
+    """One update: gradient norm before clipping, and the learning rate used."""
+
+    grad_norm: float
+    learning_rate: float
+
+
+class Snapshot(NamedTuple):
+    """Copies of everything an update changes."""
+
+    parameters: dict[str, Tensor]
+    moments: dict[str, Tensor]
+    updates: int
+
+
+def warmup(updates: int, *, learning_rate: float, warmup_updates: int) -> float:
+    """Rate of the next update after `updates` applied ones: a linear rise over `warmup_updates`, then constant."""
+    return learning_rate * min(1.0, (updates + 1) / max(warmup_updates, 1))
+
+
+class Optimizer:
+    """AdamW (arXiv 1711.05101); weight decay on matrices only.
+
+    Invariant: parameters, moments and `updates` change together or not at all.
+    """
+
+    def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if strange := [name for name, p in self._named.items() if p.dtype not in (torch.float32, torch.float64)]:
+            raise ModelError(
+                f"parameter {strange[0]!r} is not fp32: load the model with dtype=torch.float32 to train it"
+            )
+        self._settings = settings
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in self._named.values() if p.ndim >= 2]},
+            {"params": [p for p in self._named.values() if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW(
+            groups,
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        self.updates = 0
+
+    def clear(self) -> None:
+        """Forget gradients."""
+        self._adamw.zero_grad(set_to_none=True)
+
+    def apply(self) -> Applied:
+        """Clip and apply the gradients; raises TrainingError, and changes nothing, when one is not finite."""
+        settings = self._settings
+        with_grad = [p for p in self._named.values() if p.grad is not None]
+        norm = get_total_norm([p.grad for p in with_grad if p.grad is not None])
+        grad_norm = float(norm)
+        if not torch.isfinite(norm):
+            raise TrainingError(f"the gradient of {self._blame()} is not finite (norm {grad_norm})")
+        clip_grads_with_norm_(with_grad, settings.clip_norm, norm)
+        rate = warmup(self.updates, learning_rate=settings.learning_rate, warmup_updates=settings.warmup_updates)
+        for group in self._adamw.param_groups:
+            group["lr"] = rate
+        self._adamw.step()
+        self.updates += 1
+        return Applied(grad_norm, rate)
+
+    def moments(self) -> dict[str, Tensor]:
+        """AdamW's own state as `PARAMETER:KEY` tensors, not copied; empty before the first update."""
+        return {
+            f"{name}:{key}": value
+            for name, parameter in self._named.items()
+            for key, value in self._adamw.state.get(parameter, {}).items()
+        }
+
+    def load(self, moments: Mapping[str, Tensor], updates: int) -> None:
+        """Go on from saved moments (copied). Raises CheckpointError on a name or shape that is not this model's."""
+        states: dict[Tensor, dict[str, Tensor]] = {}
+        for label, value in moments.items():
+            name, _, key = label.rpartition(":")
+            parameter = self._named.get(name)
+            if parameter is None or (value.ndim > 0 and value.shape != parameter.shape):
+                raise CheckpointError(f"optimizer state {label!r} {tuple(value.shape)} does not fit this model")
+            states.setdefault(parameter, {})[key] = value.detach().clone()
+        self._adamw.state.clear()
+        self._adamw.state.update(states)
+        self.updates = updates
+
+    def snapshot(self) -> Snapshot:
+        """Everything an update changes, copied."""
+        parameters = {name: p.detach().clone() for name, p in self._named.items()}
+        return Snapshot(parameters, {k: v.clone() for k, v in self.moments().items()}, self.updates)
+
+    def restore(self, before: Snapshot) -> None:
+        """Go back to a snapshot, bit for bit."""
+        with torch.no_grad():
+            for name, parameter in self._named.items():
+                parameter.copy_(before.parameters[name])
+        self.load(before.moments, before.updates)
+
+    def _blame(self) -> str:
+        bad = (n for n, p in self._named.items() if p.grad is not None and not torch.isfinite(p.grad).all())
+        return repr(next(bad, "all parameters together"))
