@@ -1,0 +1,50 @@
+"""Several named parts make one reward: their weighted sum. Broken parts are named, never averaged away."""
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+from contraflow.errors import ConfigError, RewardError
+from contraflow.rewards.base import Part, Transcript
+from contraflow.types import Task
+
+
+class Mix:
+    """Weighted parts. `bounded` promises that every part returns in microseconds, so it may run on an event loop.
+
+    Invariant: `parts` and `weights` have the same names, and some weight is not zero.
+    """
+
+    def __init__(self, parts: Mapping[str, Part], weights: Mapping[str, float], *, bounded: bool) -> None:
+        for name, weight in weights.items():
+            if not math.isfinite(weight):
+                raise ConfigError(f"reward.parts.{name} = {weight}: a weight is a finite number")
+        if not any(weights.values()):
+            raise ConfigError(f"reward.parts = {dict(weights)}: at least one weight has to differ from 0")
+        self._parts = dict(parts)
+        self._weights = dict(weights)
+        self.bounded = bounded
+
+    def score(self, task: Task, transcript: Transcript) -> tuple[float, dict[str, float]]:
+        """The weighted sum, and every part by name.
+
+        Raises: RewardError naming the part that raised, gave no number, or gave one that is not finite.
+        """
+        scores = {name: _call(name, part, task, transcript) for name, part in self._parts.items()}
+        return sum(self._weights[name] * score for name, score in scores.items()), scores
+
+
+def _call(name: str, part: Part, task: Task, transcript: Transcript) -> float:
+    try:
+        score: Any = part(task, transcript)
+    except RewardError:
+        raise
+    except Exception as fault:
+        raise RewardError(f"part {name!r} raised {type(fault).__name__}: {fault}") from fault
+    if not isinstance(score, Real):  # numpy's and bool scalars are real numbers too
+        raise RewardError(f"part {name!r} gave a {type(score).__name__}, not a number")
+    number = float(score)
+    if not math.isfinite(number):
+        raise RewardError(f"part {name!r} gave {number}")
+    return number

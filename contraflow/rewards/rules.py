@@ -1,0 +1,37 @@
+"""Reward parts that are rules over text. Each is pure and gives a number in [0, 1]."""
+
+import re
+
+from contraflow.errors import RewardError
+from contraflow.rewards.base import Transcript
+from contraflow.types import StopReason, Task
+
+
+def correct(task: Task, transcript: Transcript) -> float:
+    """1 when the model finished and its last turn is the reference, character by character."""
+    return float(transcript.stop is StopReason.STOP and transcript.answer == task.reference.strip())
+
+
+def well_formed(task: Task, transcript: Transcript) -> float:
+    """1 when the model finished and its last turn has the form of an answer: the regular expression `facts["format"]`.
+
+    Raises: RewardError when the environment states no form.
+    """
+    form = task.facts.get("format")
+    if form is None:
+        raise RewardError(f"part 'format' needs facts['format'], which task {task.key!r} lacks")
+    return float(transcript.stop is StopReason.STOP and re.fullmatch(form, transcript.answer) is not None)
+
+
+def partial(task: Task, transcript: Transcript) -> float:
+    """Share of characters that equal the reference's at the same place; the longer of the two texts counts as whole."""
+    answer, reference = transcript.answer, task.reference.strip()
+    matches = sum(a == b for a, b in zip(answer, reference, strict=False))
+    return matches / max(len(answer), len(reference), 1)
+
+
+def tool(task: Task, transcript: Transcript) -> float:
+    """Share of tool calls that were answered rather than refused (`facts["refused"]`); 0 without a call."""
+    answers = [said.text for said in transcript.turns if said.role == "env"]
+    refused = task.facts.get("refused")
+    return sum(text != refused for text in answers) / max(len(answers), 1)
