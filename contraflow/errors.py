@@ -18,6 +18,10 @@ class ModelError(ContraflowError):
     """A model folder, tensor or shape is not what the model expects."""
 
 
+class DispatchError(ContraflowError):
+    """Tokens could not be carried to their experts and back: wrong shapes, a used handle, or lost rows."""
+
+
 class TaskError(ContraflowError):
     """An environment raised, answered nonsense or did not answer; costs one episode."""
 
@@ -54,6 +58,10 @@ class TrainingError(ContraflowError):
     """A training step gave a loss or gradient that is not finite; the step was not applied."""
 
 
+class LedgerError(ContraflowError):
+    """The record of what happened to each group cannot be read or written, or a request contradicts it."""
+
+
 class RunFolderError(ContraflowError):
     """The run folder is in use by another run, or does not hold what a resume needs."""
 
@@ -63,10 +71,19 @@ class ChannelError(ContraflowError):
 
 
 class RemoteError(ContraflowError):
-    """A worker's method raised; carries the worker's name, the method and the original type and text.
+    """A worker's method raised an exception that is not of this package.
 
     Failures of this package keep their own type across a channel; only foreign exceptions arrive as this one.
+    Attributes: `worker` and `method` that raised, `type` and `text` of the exception, `traceback` as the worker saw it.
     """
+
+    def __init__(self, worker: str, method: str, *, type: str, text: str, traceback: str = "") -> None:
+        super().__init__(f"worker {worker!r}, method {method!r}: {type}: {text}\n{traceback}".rstrip())
+        self.worker = worker
+        self.method = method
+        self.type = type
+        self.text = text
+        self.traceback = traceback
 
 
 class WorkerDied(ContraflowError):

@@ -1,0 +1,298 @@
+"""The groups of a run between the pools: who is where, what may move, and what is counted. Payloads are in memory.
+
+Takes calls in any order, gives tickets, takes and payloads; every change goes to `record` as an event first thing.
+Synchronous and deterministic: no clock, no file, no waiting (service.py waits, ledger.py keeps the events).
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from contraflow import config
+from contraflow.buffer.accounts import Accounts
+from contraflow.buffer.ledger import Event, Kind, Opening
+from contraflow.buffer.tickets import Tickets
+from contraflow.buffer.window import Window
+from contraflow.errors import EngineError, LedgerError
+from contraflow.types import Chosen, Episode, Group, Take, Ticket, Version
+
+
+class Counts(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the groups are now. Held is waiting + running + ready + taken; posed = trained + dropped + held.
+
+    `waiting` were posed, given up and have no ticket yet. `trained` includes what no checkpoint holds yet. `dropped`
+    ended for good, by reason; `reposed` counts attempts given up, `refused` reports on attempts that were not running.
+    `oldest_age` is that of the oldest group running or ready, were it trained by the next step.
+    """
+
+    line: int
+    step: int  # the next to be taken
+    served: Version
+    posed: int
+    waiting: int
+    running: int
+    ready: int
+    taken: int
+    trained: int
+    dropped: dict[str, int]
+    reposed: dict[str, int]
+    refused: dict[str, int]
+    tickets_free: int
+    tickets_busy: int
+    oldest_age: int
+
+    @property
+    def held(self) -> int:
+        return self.waiting + self.running + self.ready + self.taken
+
+
+@dataclass(slots=True)
+class Entry:
+    """A group with a ticket. Until `payload` is there, `oldest` is a version that no token of it can be older than."""
+
+    group: int
+    attempt: int
+    oldest: int
+    newest: int
+    payload: Group | None = None
+
+
+class Store:
+    """Groups by state, tickets, and the step that is next.
+
+    Invariants, after every call: posed = trained + dropped + waiting + running + ready + taken; tickets held =
+    running + ready; and for every policy the unfinished groups are `feasible` for the next step under `hold`.
+    """
+
+    def __init__(
+        self, section: config.Buffer, opening: Opening, totals: Accounts, record: Callable[[Event], None]
+    ) -> None:
+        self.line = opening.line
+        self.step = opening.step
+        self.tickets = Tickets(section.tickets, served=opening.step)  # a line's first version is that of its first step
+        self._window = Window.of(section)
+        self._keep_no_signal = section.no_signal == "keep"
+        self._first = opening.step
+        self._waiting = list(opening.waiting)  # a heap of (group, last attempt)
+        self._fresh = opening.fresh
+        self._running: dict[int, Entry] = {}
+        self._ready: dict[int, Entry] = {}
+        self._taken: dict[int, Entry] = {}
+        self._take: Take | None = None
+        self._posed, self._trained = totals.posed, totals.trained
+        self._dropped, self._reposed = Counter(totals.dropped), Counter(totals.reposed)
+        self._refused = Counter(totals.refused)
+        self._record = record
+
+    def pose(self) -> Ticket | None:
+        """A ticket for the oldest group that waits to be posed again, else for the next fresh one; None: none free."""
+        if self.tickets.free == 0:
+            return None
+        self.tickets.issue()
+        if self._waiting:
+            group, attempt = heapq.heappop(self._waiting)
+        else:
+            group, attempt = self._fresh, 0
+            self._fresh += 1
+            self._posed += 1
+        entry = Entry(group, attempt + 1, oldest=self.tickets.served, newest=self.tickets.served)
+        self._running[group] = entry
+        self._record(Event(Kind.POSED, group, entry.attempt))
+        return Ticket(group=group, attempt=entry.attempt, line=self.line)
+
+    def start(self, group: int, attempt: int, version: Version) -> None:
+        """The first token of a group is about to be sampled by `version`.
+
+        Raises EngineError, and poses the group again, when the engine lags: it serves a version of a dead line, or one
+        older than was served anywhere when the ticket was given.
+        """
+        entry = self._find(group, attempt)
+        if entry is None:
+            return
+        if version.line != self.line or version.n < entry.oldest:
+            self._repose(entry, "dead_line" if version.line != self.line else "lagging")
+            raise EngineError(
+                f"group {group} was to start under version {version}, but version {self._version(entry.oldest)} was"
+                " already served when it got its ticket; refresh that engine before it is given a group"
+            )
+        entry.oldest = version.n
+        self._record(Event(Kind.STARTED, group, attempt, version=version))
+
+    def put(self, group: Group) -> None:
+        """A group's episodes arrived: it becomes ready, is dropped, or is posed again. A late one is only counted."""
+        ticket = group.ticket
+        if ticket.line != self.line:
+            self._refuse(ticket.group, ticket.attempt, "dead_line")
+            return
+        entry = self._find(ticket.group, ticket.attempt)
+        if entry is None:
+            return
+        usable = [episode for episode in group.episodes if not episode.failed and episode.spans]
+        versions = [span.version for episode in usable for span in episode.spans]
+        if not versions:
+            self._drop(entry, "no_episodes")
+        elif not self._keep_no_signal and _equal_rewards(usable):
+            self._drop(entry, "no_signal")
+        elif any(version.line != self.line for version in versions):
+            self._repose(entry, "dead_line")
+        else:
+            self._settle(entry, group, min(versions), max(versions))
+
+    def lose(self, group: int, attempt: int, reason: str) -> None:
+        """An attempt will never arrive: its group is posed again, its ticket comes home."""
+        entry = self._find(group, attempt)
+        if entry is not None:
+            self._repose(entry, f"lost: {reason}")
+
+    def choose(self, step: int) -> Take | None:
+        """The groups of `step`, or None when it has to wait. The same again until they are trained."""
+        if self._take is not None and self._take.step == step:
+            return self._take
+        self._check_next(step)
+        decision = self._window.decide(step, self._ready.values(), self._running.values())
+        for group in decision.expired:
+            self._repose(self._ready.get(group) or self._running[group], "expired")
+        if not decision.chosen:
+            return None
+        floor = self._version(self._window.floor(step))
+        entries = [self._ready.pop(group) for group in decision.chosen]
+        for entry in entries:
+            self._taken[entry.group] = entry
+            self._record(Event(Kind.TAKEN, entry.group, entry.attempt, step, self._version(entry.oldest)))
+        self._take = Take(step=step, groups=tuple(Chosen(entry.group, entry.attempt, floor) for entry in entries))
+        self.tickets.spend(step, len(entries))
+        self.step = step + 1
+        return self._take
+
+    def fetch(self, chosen: Sequence[Chosen]) -> list[Group]:
+        """Payloads of taken groups, in the order asked. Raises LedgerError for a group that is not taken now."""
+        payloads = []
+        for each in chosen:
+            entry = self._taken.get(each.group)
+            if entry is None or entry.attempt != each.attempt or entry.payload is None:
+                raise LedgerError(f"attempt {each.attempt} of group {each.group} is not taken by a step in training")
+            payloads.append(entry.payload)
+        return payloads
+
+    def finish(self, step: int, version: Version) -> None:
+        """The take of `step` is trained; its payloads are let go. Saying so twice changes nothing."""
+        if version != self._version(step + 1):
+            raise LedgerError(
+                f"step {step} was said to publish {version}; on this line it is {self._version(step + 1)}"
+            )
+        if self._take is None or self._take.step != step:
+            if self._first <= step < self.step:
+                return
+            raise LedgerError(f"step {step} cannot be trained: it was not taken; the next to take is {self.step}")
+        for entry in self._taken.values():
+            self._record(Event(Kind.TRAINED, entry.group, entry.attempt, step))
+        self._trained += len(self._taken)
+        self._taken.clear()
+        self._take = None
+
+    def serve(self, version: Version) -> None:
+        """A live engine serves `version`: the tickets of the steps that led to it come home."""
+        if version.line != self.line or version.n > self.step:
+            raise LedgerError(
+                f"version {version} cannot be served: {self._version(self.step)} is the newest there can be"
+            )
+        self.tickets.serve(version.n)
+
+    def check_cut(self, step: int) -> None:
+        """Raises LedgerError unless every step below `step` is trained."""
+        trained = self.step if self._take is None else self._take.step
+        if not self._first <= step <= trained:
+            raise LedgerError(f"a checkpoint of step {step} cannot be: line {self.line} is trained up to {trained}")
+
+    def counts(self) -> Counts:
+        oldest = min((e.oldest for held in (self._running, self._ready) for e in held.values()), default=self.step)
+        return Counts(
+            line=self.line,
+            step=self.step,
+            served=self._version(self.tickets.served),
+            posed=self._posed,
+            waiting=len(self._waiting),
+            running=len(self._running),
+            ready=len(self._ready),
+            taken=len(self._taken),
+            trained=self._trained,
+            dropped=dict(self._dropped),
+            reposed=dict(self._reposed),
+            refused=dict(self._refused),
+            tickets_free=self.tickets.free,
+            tickets_busy=self.tickets.held + self.tickets.spent,
+            oldest_age=self.step - oldest,
+        )
+
+    def why_no_ticket(self) -> str:
+        """What `pose` waits for."""
+        tickets = self.tickets
+        return (
+            f"a free ticket: {tickets.total} in all, {len(self._running)} with running groups, {len(self._ready)} with"
+            f" ready ones, {tickets.spent} with steps whose version no engine serves (newest served:"
+            f" {self._version(tickets.served)})"
+        )
+
+    def why_no_take(self) -> str:
+        """What `choose` waits for."""
+        decision = self._window.decide(self.step, self._ready.values(), self._running.values())
+        age = "" if decision.up_to is None else f" of version <= {self._version(decision.up_to)}"
+        running = ", ".join(map(str, sorted(decision.among))) or "none"
+        return (
+            f"step {self.step}: {decision.missing} more groups{age} (running: {running}; ready: {len(self._ready)};"
+            f" waiting: {len(self._waiting)}; tickets free: {self.tickets.free})"
+        )
+
+    def _settle(self, entry: Entry, payload: Group, oldest: Version, newest: Version) -> None:
+        if newest.n > self.step:
+            raise LedgerError(f"group {entry.group} holds tokens of {newest}; {self._version(self.step)} is the newest")
+        if oldest.n < entry.oldest:  # its deadline would be earlier than what the window has reckoned with
+            self._repose(entry, "older_than_start")
+            return
+        entry.oldest, entry.newest, entry.payload = oldest.n, newest.n, payload
+        self._ready[entry.group] = self._running.pop(entry.group)
+        self._record(Event(Kind.READY, entry.group, entry.attempt, version=oldest))
+
+    def _find(self, group: int, attempt: int) -> Entry | None:
+        """The running attempt; any other is counted as late."""
+        entry = self._running.get(group)
+        if entry is None or entry.attempt != attempt:
+            self._refuse(group, attempt, "late")
+            return None
+        return entry
+
+    def _refuse(self, group: int, attempt: int, reason: str) -> None:
+        self._refused[reason] += 1
+        self._record(Event(Kind.REFUSED, group, attempt, reason=reason))
+
+    def _drop(self, entry: Entry, reason: str) -> None:
+        self._leave(entry)
+        self._dropped[reason] += 1
+        self._record(Event(Kind.DROPPED, entry.group, entry.attempt, reason=reason))
+
+    def _repose(self, entry: Entry, reason: str) -> None:
+        self._leave(entry)
+        heapq.heappush(self._waiting, (entry.group, entry.attempt))
+        self._reposed[reason.partition(":")[0]] += 1
+        self._record(Event(Kind.WAITING, entry.group, entry.attempt, reason=reason))
+
+    def _leave(self, entry: Entry) -> None:
+        if self._running.pop(entry.group, None) is None:
+            del self._ready[entry.group]
+        self.tickets.home()
+
+    def _check_next(self, step: int) -> None:
+        if self._take is not None:
+            raise LedgerError(f"step {step} cannot be taken: step {self._take.step} is taken and not trained yet")
+        if step != self.step:
+            raise LedgerError(f"step {step} cannot be taken: the next is step {self.step}")
+
+    def _version(self, n: int) -> Version:
+        return Version(self.line, n)
+
+
+def _equal_rewards(episodes: Sequence[Episode]) -> bool:
+    return len({episode.reward for episode in episodes}) <= 1
