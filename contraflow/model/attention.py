@@ -1,0 +1,235 @@
+"""Attention, with one seam: `attend(q, k, v, plan)`. What a token may see is a plan, never a flag of the model.
+
+`PackedPlan`: whole sequences laid end to end (training). `PagedPlan`: new tokens against a paged cache (generation,
+chunked prefill). Both are causal with scale 1/sqrt(d), and both share this file's `Attention` weights and code.
+
+Shape letters: T tokens fed, D width, H query heads, G key/value heads, d head dimension, S packed sequences,
+B cached sequences, N blocks of a table, Q fed tokens of a sequence at most, L positions of a sequence, P padded tokens.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from contraflow.errors import ModelError
+from contraflow.model.cache import KVCache
+from contraflow.model.families import ModelConfig
+from contraflow.model.rotary import Rotation, rotate
+
+
+class LayerPlan(Protocol):
+    """What one layer's tokens may attend to."""
+
+    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor: ...
+
+
+class Plan(Protocol):
+    """What the tokens of one forward pass may attend to; the decoder asks for each layer's view."""
+
+    def layer(self, index: int) -> LayerPlan: ...
+
+
+def attend(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, plan: LayerPlan) -> Tensor:
+    """Causal attention of the fed tokens: `[T, H, d]`. Query head h reads key/value head h // (H / G)."""
+    return plan.attend(q_THd, k_TGd, v_TGd)
+
+
+class Attention(nn.Module):
+    """Projections, query/key norm and rotary positions around `attend`."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        self.config = config
+        made: dict[str, Any] = {"dtype": dtype, "device": device}
+        queries, both = config.heads * config.head_dim, (config.heads + 2 * config.kv_heads) * config.head_dim
+        self.qkv = nn.Parameter(torch.empty(both, config.dim, **made))
+        self.out = nn.Parameter(torch.empty(config.dim, queries, **made))
+        biased = config.attention_bias
+        self.qkv_bias = nn.Parameter(torch.empty(both, **made)) if biased else None
+        self.out_bias = nn.Parameter(torch.empty(config.dim, **made)) if biased else None
+        norms = {"none": None, "head": (2, config.head_dim), "projection": (both - config.kv_heads * config.head_dim,)}
+        shape = norms[config.qk_norm]
+        self.qk_norm = nn.Parameter(torch.empty(shape, **made)) if shape else None
+
+    def forward(self, x_TD: Tensor, turn: Rotation, plan: LayerPlan) -> Tensor:
+        """`[T, D]` -> `[T, D]`; `turn` holds the tokens' positions."""
+        config, dtype = self.config, x_TD.dtype
+        heads, kv_heads, d = config.heads, config.kv_heads, config.head_dim
+        bias = None if self.qkv_bias is None else self.qkv_bias.to(dtype)
+        qkv = F.linear(x_TD, self.qkv.to(dtype), bias)
+        qk, v = qkv.split([(heads + kv_heads) * d, kv_heads * d], dim=-1)
+        qk = self._normed(qk)
+        if config.clip_qkv is not None:
+            qk, v = (t.clamp(-config.clip_qkv, config.clip_qkv) for t in (qk, v))
+        q, k = rotate(qk.view(-1, heads + kv_heads, d), turn).split([heads, kv_heads], dim=1)
+        o_THd = attend(q, k, v.view(-1, kv_heads, d), plan)
+        bias = None if self.out_bias is None else self.out_bias.to(dtype)
+        return F.linear(o_THd.reshape(-1, heads * d), self.out.to(dtype), bias)
+
+    def _normed(self, qk: Tensor) -> Tensor:
+        config = self.config
+        if self.qk_norm is None:
+            return qk
+        weight = self.qk_norm.to(qk.dtype)
+        if config.qk_norm == "head":
+            qk = qk.view(-1, config.heads + config.kv_heads, config.head_dim)
+            q_d, k_d = weight
+            each = torch.cat((q_d.expand(config.heads, -1), k_d.expand(config.kv_heads, -1)))
+            return F.rms_norm(qk, (config.head_dim,), None, config.norm_eps) * each
+        parts = [config.heads * config.head_dim, config.kv_heads * config.head_dim]
+        q, k = (
+            F.rms_norm(x, (x.shape[-1],), w, config.norm_eps)
+            for x, w in zip(qk.split(parts, -1), weight.split(parts), strict=True)
+        )
+        return torch.cat((q, k), -1)
+
+
+class PackedPlan:
+    """S sequences laid end to end; each token sees the earlier tokens of its own sequence and itself.
+
+    Invariant: `place_T` and `token_P` are inverse to each other on real tokens; padding is never read back.
+    """
+
+    def __init__(self, starts: Sequence[int], device: torch.device | str = "cpu") -> None:
+        lengths = [end - start for start, end in itertools.pairwise(starts)]
+        if not starts or starts[0] != 0 or min(lengths, default=1) < 1:
+            raise ModelError(f"starts {list(starts)[:8]}... must begin with 0 and rise: no sequence may be empty")
+        self.tokens = starts[-1]
+        self.sequences = len(lengths)
+        self.longest = max(lengths, default=0)
+        place: list[int] = []
+        token = [0] * (self.sequences * self.longest)
+        for row, (start, length) in enumerate(zip(starts, lengths, strict=False)):
+            first = row * self.longest
+            place.extend(range(first, first + length))
+            token[first : first + length] = range(start, start + length)
+        self._ragged = len(token) != self.tokens
+        self._place_T = torch.tensor(place, dtype=torch.int64, device=device)
+        self._token_P = torch.tensor(token, dtype=torch.int64, device=device)
+
+    @classmethod
+    def of(cls, starts: Sequence[int] | Tensor, device: torch.device | str = "cpu") -> "PackedPlan":
+        """From `[S + 1]` offsets, the last being T. A device tensor is read on the host, once."""
+        return cls([int(s) for s in starts], device)
+
+    def layer(self, index: int) -> "PackedPlan":
+        """The same for every layer."""
+        return self
+
+    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        """See `attend`."""
+        q, k, v = (self._pad(x) for x in (q_THd, k_TGd, v_TGd))
+        o_SHLd = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        o_PHd = o_SHLd.transpose(1, 2).reshape(-1, *q_THd.shape[1:])
+        return _reorder(o_PHd, self._place_T, self._token_P) if self._ragged else o_PHd
+
+    def _pad(self, x_THd: Tensor) -> Tensor:
+        x = _reorder(x_THd, self._token_P, self._place_T) if self._ragged else x_THd
+        return x.reshape(self.sequences, self.longest, *x.shape[1:]).transpose(1, 2)
+
+
+class _Reorder(torch.autograd.Function):
+    """`x[there]`, whose gradient is `grad[back]`: right, as padding carries no gradient, and cheaper than adding up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(there, back)
+        return x.index_select(0, there)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        there, back = ctx.saved_tensors
+        return _reorder(grad, back, there), None, None
+
+
+def _reorder(x: Tensor, there: Tensor, back: Tensor) -> Tensor:
+    moved: Tensor = _Reorder.apply(x, there, back)  # type: ignore[no-untyped-call]
+    return moved
+
+
+class PagedPlan:
+    """New tokens of B sequences against a paged cache; attending also writes the new keys and values.
+
+    `tables_BN` int64: blocks of each sequence in order, padded with any valid block. `lengths_B` int64: tokens of each
+    sequence including those fed now (0 for a padding row, whose output is meaningless but finite). `slots_T` int64:
+    block * BS + offset where each fed token goes. `queries_BQ` int64: which fed tokens belong to each sequence, in
+    order, -1 behind them; None when each sequence feeds one (T == B).
+
+    Everything is computed on the device from these tensors, so build the plan inside the captured region of a graph.
+    """
+
+    def __init__(
+        self, cache: KVCache, tables_BN: Tensor, lengths_B: Tensor, slots_T: Tensor, queries_BQ: Tensor | None = None
+    ) -> None:
+        if tables_BN.ndim != 2 or lengths_B.shape != tables_BN.shape[:1]:
+            raise ModelError(f"tables {list(tables_BN.shape)} and lengths {list(lengths_B.shape)} must be [B, N], [B]")
+        if queries_BQ is None and slots_T.shape != lengths_B.shape:
+            raise ModelError(f"{slots_T.numel()} tokens for {lengths_B.numel()} sequences: say whose with queries_BQ")
+        self._cache = cache
+        self._tables = tables_BN.reshape(-1)
+        self._batch, self._blocks = tables_BN.shape
+        self._slots_T = slots_T
+        self._queries = None if queries_BQ is None else queries_BQ.clamp_min(0)
+        self._place_T = None if queries_BQ is None else _inverse(queries_BQ, slots_T.shape[0])
+        self._mask_B1QL = self._mask(lengths_B, queries_BQ)
+
+    def layer(self, index: int) -> "_PagedLayer":
+        """The view of one layer's cache."""
+        return _PagedLayer(self, self._cache.keys[index], self._cache.values[index])
+
+    def _mask(self, lengths_B: Tensor, queries_BQ: Tensor | None) -> Tensor:
+        device, dtype = lengths_B.device, self._cache.keys.dtype
+        reach_BQ = lengths_B[:, None]
+        if queries_BQ is not None:
+            fed_BQ = queries_BQ >= 0
+            reach_BQ = reach_BQ - fed_BQ.sum(1, keepdim=True) + torch.arange(1, fed_BQ.shape[1] + 1, device=device)
+        positions = torch.arange(self._blocks * self._cache.block_tokens, device=device)
+        hidden = positions >= reach_BQ[..., None]
+        # Finite, so that a row that may see nothing gives numbers, not NaN.
+        return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min / 2)[
+            :, None
+        ]
+
+    def attend(self, q_THd: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of the fed tokens against one layer's pools `[NB, BS, G, d]`, which hold them already."""
+        heads, d = q_THd.shape[1:]
+        kv_heads, share = keys.shape[2], heads // keys.shape[2]
+        k, v = (self._gather(pool) for pool in (keys, values))
+        q_BQHd = q_THd[:, None] if self._queries is None else q_THd.index_select(0, self._queries.reshape(-1))
+        # Query heads that share a key/value head become more queries of it: no repeated keys, one plain SDPA.
+        q = q_BQHd.reshape(self._batch, -1, kv_heads, share, d).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        mask = self._mask_B1QL.repeat(1, 1, share, 1) if self._mask_B1QL.shape[2] > 1 else self._mask_B1QL
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        o = o.view(self._batch, kv_heads, share, -1, d).permute(0, 3, 1, 2, 4).reshape(-1, heads, d)
+        return o if self._place_T is None else o.index_select(0, self._place_T)
+
+    def write(self, pool: Tensor, x_TGd: Tensor) -> None:
+        """Put the fed tokens' keys or values where `slots_T` says."""
+        pool.view(-1, *pool.shape[2:]).index_copy_(0, self._slots_T, x_TGd.to(pool.dtype))
+
+    def _gather(self, pool: Tensor) -> Tensor:
+        rows = pool.view(pool.shape[0], -1).index_select(0, self._tables)
+        return rows.view(self._batch, -1, *pool.shape[2:]).transpose(1, 2)
+
+
+class _PagedLayer:
+    """One layer's pools under a plan."""
+
+    def __init__(self, plan: PagedPlan, keys: Tensor, values: Tensor) -> None:
+        self._plan, self._keys, self._values = plan, keys, values
+
+    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        self._plan.write(self._keys, k_TGd)
+        self._plan.write(self._values, v_TGd)
+        return self._plan.attend(q_THd.to(self._keys.dtype), self._keys, self._values).to(q_THd.dtype)
+
+
+def _inverse(queries_BQ: Tensor, tokens: int) -> Tensor:
+    """`place_T`: where each fed token stands in the flattened `[B * Q]`; padding is sent to a place past the end."""
+    flat = torch.where(queries_BQ < 0, tokens, queries_BQ).reshape(-1)
+    place = torch.zeros(tokens + 1, dtype=torch.int64, device=flat.device)
+    return place.scatter_(0, flat, torch.arange(flat.shape[0], device=flat.device))[:tokens]

@@ -1,0 +1,37 @@
+"""The paged KV cache: one pool of blocks per layer, preallocated once.
+
+Takes a model's shape and a number of blocks, gives storage that `PagedPlan` reads and writes. Does not know which
+sequence owns which block (`blocks.py` does), nor when to drop one.
+
+Shape letters: N layers, NB blocks, BS tokens of a block, G key/value heads, d head dimension.
+"""
+
+import torch
+from torch import Tensor
+
+from contraflow.errors import ModelError
+from contraflow.model.families import ModelConfig
+
+
+class KVCache:
+    """Keys and values of every layer, `[layers, NB, BS, G, d]` each.
+
+    Invariant: the storage never moves or grows, so a CUDA graph may hold its address.
+    """
+
+    def __init__(
+        self, config: ModelConfig, *, blocks: int, block_tokens: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        if blocks < 1 or block_tokens < 1:
+            raise ModelError(f"a KV cache of {blocks} blocks of {block_tokens} tokens holds nothing; give at least 1")
+        shape = (config.layers, blocks, block_tokens, config.kv_heads, config.head_dim)
+        # Zeros, not garbage: masked-out positions are multiplied by probability 0, and 0 * NaN is NaN.
+        self.keys: Tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.values: Tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.blocks = blocks
+        self.block_tokens = block_tokens
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both pools."""
+        return self.keys.nbytes + self.values.nbytes

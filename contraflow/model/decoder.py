@@ -1,0 +1,123 @@
+"""The decoder: one definition for the trainer and the native engine.
+
+Takes token ids, positions and a plan of who sees whom; gives hidden states, and logits from them. Knows no mesh, no
+RL, no sampling. On CPU compute in fp32: bf16 there is a hundred times slower.
+
+Shape letters: T tokens fed, D width, V vocabulary, M MoE layers, E experts, K experts per token.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from contraflow.dispatch.base import Dispatch
+from contraflow.dispatch.local import LocalDispatch
+from contraflow.errors import ModelError
+from contraflow.model.attention import Attention, LayerPlan, Plan
+from contraflow.model.families import ModelConfig
+from contraflow.model.moe import DenseMLP, MoE
+from contraflow.model.rotary import Rotation, frequencies, rotation
+from contraflow.model.router import RouterTape
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each on a normed copy of the residual stream."""
+
+    def __init__(self, config: ModelConfig, attention: Attention, mlp: nn.Module, **made: Any) -> None:
+        super().__init__()
+        self.eps = config.norm_eps
+        self.attention_norm = nn.Parameter(torch.empty(config.dim, **made))
+        self.attention = attention
+        self.mlp_norm = nn.Parameter(torch.empty(config.dim, **made))
+        self.mlp = mlp
+
+    def forward(self, x_TD: Tensor, turn: Rotation, plan: LayerPlan, tape: RouterTape | None) -> Tensor:
+        x_TD = x_TD + self.attention(rms_norm(x_TD, self.attention_norm, self.eps), turn, plan)
+        out: Tensor = x_TD + self.mlp(rms_norm(x_TD, self.mlp_norm, self.eps), tape)
+        return out
+
+
+class Decoder(nn.Module):
+    """A causal language model.
+
+    Parameters are `dtype`, except router and head (and an embedding tied to it), which are fp32. `compute_dtype` is the
+    dtype of the residual stream and the matmuls: other weights are cast at use. Norms and softmaxes work in fp32.
+
+    Invariant: parameter names and shapes are a function of the config alone, so weights travel by name.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        compute_dtype: torch.dtype | None = None,
+        dispatch: Dispatch[Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.compute_dtype = compute_dtype or dtype
+        made: dict[str, Any] = {"dtype": dtype, "device": device}
+        shape, fp32 = (config.vocab, config.dim), made | {"dtype": torch.float32}
+        self.embed = nn.Parameter(torch.empty(shape, **(fp32 if config.tied else made)))
+        self.layers = nn.ModuleList()
+        for index in range(config.layers):
+            mlp: nn.Module = DenseMLP(config, **made)
+            if index in config.moe_layers:
+                mlp = MoE(config, dispatch or LocalDispatch(config.experts), **made)
+            self.layers.append(Layer(config, Attention(config, **made), mlp, **made))
+        self.norm = nn.Parameter(torch.empty(config.dim, **made))
+        self.lm_head = None if config.tied else nn.Parameter(torch.empty(shape, **fp32))
+        self.signed_d: Tensor
+        self.register_buffer("signed_d", frequencies(config).to(device), persistent=False)
+
+    @property
+    def head(self) -> Tensor:
+        """fp32 `[V, D]`: what turns hidden states to logits."""
+        return self.embed if self.lm_head is None else self.lm_head
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, plan: Plan, *, tape: RouterTape | None = None) -> Tensor:
+        """Hidden states after the final norm, `[T, D]` in `compute_dtype`.
+
+        Args: `tokens_T` and `positions_T` int64 (positions 0-based in each sequence); `tape` an unused RouterTape.
+        """
+        if tape is not None and tape.used:
+            raise ModelError("this router tape already holds a forward pass; give each its own")
+        turn = rotation(positions_T, self.signed_d, self.compute_dtype)
+        x_TD = F.embedding(tokens_T, self.embed).to(self.compute_dtype)
+        for index, layer in enumerate(self.layers):
+            x_TD = layer(x_TD, turn, plan.layer(index), tape)
+        return rms_norm(x_TD, self.norm, self.config.norm_eps)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """fp32 `[T, V]`."""
+        return F.linear(hidden_TD.float(), self.head)
+
+    def use_dispatch(self, dispatch: Dispatch[Any]) -> None:
+        """Send tokens through `dispatch` from now on, in every MoE layer."""
+        for layer in self.layers:
+            if isinstance(layer.mlp, MoE):
+                layer.mlp.dispatch = dispatch
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm (Zhang and Sennrich 2019)."""
+    return F.rms_norm(x_TD, (x_TD.shape[-1],), weight_D.to(x_TD.dtype), eps)
+
+
+def new_decoder(config: ModelConfig, *, seed: int, std: float = 0.02, device: torch.device | str = "cpu") -> Decoder:
+    """Fresh fp32 weights: norms 1, biases 0, the rest normal with deviation `std`. One seed, one model."""
+    decoder = Decoder(config)
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in decoder.named_parameters():
+            if name.endswith("norm"):
+                weight.fill_(1.0)
+            elif name.endswith("bias"):
+                weight.zero_()
+            else:
+                weight.normal_(0.0, std, generator=noise)
+    return decoder.to(device)

@@ -1,0 +1,88 @@
+"""Which experts a token goes to, and a tape that remembers it.
+
+The router is a softmax over experts in fp32, its top K kept, renormalised or not. The tape records a forward pass and
+computes nothing until asked. Neither moves tokens (`dispatch/` does).
+
+Shape letters: T tokens, D width, E experts, K experts per token, M MoE layers.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from contraflow.errors import ModelError
+from contraflow.model.families import ModelConfig
+
+
+class RouterTape:
+    """The routing of one forward pass, layer by layer.
+
+    Invariant: holds one entry per MoE layer of exactly one forward pass; a used tape is refused by the decoder.
+    """
+
+    def __init__(self) -> None:
+        self._ids_TK: list[Tensor] = []
+        self._logits_TE: list[Tensor] = []
+
+    @property
+    def used(self) -> bool:
+        return bool(self._ids_TK)
+
+    def record(self, ids_TK: Tensor, logits_TE: Tensor) -> None:
+        """Called by each router, in layer order."""
+        self._ids_TK.append(ids_TK)
+        self._logits_TE.append(logits_TE)
+
+    def routes(self) -> Tensor:
+        """Chosen experts, best first: `[T, M, K]`, uint8 up to 256 experts and uint16 above."""
+        self._need()
+        small = self._logits_TE[0].shape[1] <= 256
+        return torch.stack(self._ids_TK, 1).to(torch.uint8 if small else torch.uint16)
+
+    def loads(self) -> Tensor:
+        """Tokens each expert was given: `[M, E]` int64."""
+        self._need()
+        experts = self._logits_TE[0].shape[1]
+        ids = torch.stack([ids_TK.reshape(-1) for ids_TK in self._ids_TK])
+        return torch.zeros(len(ids), experts, dtype=torch.int64, device=ids.device).scatter_add_(
+            1, ids, torch.ones_like(ids)
+        )
+
+    def balance_loss(self) -> Tensor:
+        """Load-balancing loss, fp32 `[]`: E * sum over experts of (pairs given / tokens) * (mean probability).
+
+        Equations 4 to 6 of the Switch Transformer (Fedus et al. 2021), over the tokens of all MoE layers together, as
+        transformers computes it; K when perfectly balanced. It is of this forward pass: the losses of micro-batches do
+        not add up to that of their union.
+        """
+        self._need()
+        logits_NE = torch.cat(self._logits_TE)
+        tokens, experts = logits_NE.shape
+        share_E = self.loads().sum(0) / max(tokens, 1)
+        probability_E = torch.softmax(logits_NE, -1).sum(0) / max(tokens, 1)
+        return experts * (share_E * probability_E).sum()
+
+    def _need(self) -> None:
+        if not self._ids_TK:
+            raise ModelError("the router tape is empty: no forward pass recorded on it, or the model has no experts")
+
+
+class Router(nn.Module):
+    """Softmax top-K over experts."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | str) -> None:
+        super().__init__()
+        self.top_k, self.renormalise = config.top_k, config.renormalise
+        self.weight = nn.Parameter(torch.empty(config.experts, config.dim, dtype=torch.float32, device=device))
+
+    def forward(self, x_TD: Tensor, tape: RouterTape | None) -> tuple[Tensor, Tensor]:
+        """`[T, D]` -> expert ids int64 `[T, K]`, best first, and their weights fp32 `[T, K]`."""
+        logits_TE = F.linear(x_TD.float(), self.weight)
+        if self.renormalise:  # a softmax over the chosen is the renormalised softmax over all
+            top_TK, ids_TK = logits_TE.topk(self.top_k)
+            weights_TK = top_TK.softmax(-1)
+        else:
+            weights_TK, ids_TK = logits_TE.softmax(-1).topk(self.top_k)
+        if tape is not None:
+            tape.record(ids_TK, logits_TE)
+        return ids_TK, weights_TK
