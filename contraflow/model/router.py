@@ -48,18 +48,19 @@ class RouterTape:
             1, ids, torch.ones_like(ids)
         )
 
-    def balance_loss(self) -> Tensor:
+    def balance_loss(self, *, loads_ME: Tensor | None = None, tokens: int | None = None) -> Tensor:
         """Load-balancing loss, fp32 `[]`: E * sum over experts of (pairs given / tokens) * (mean probability).
 
         Equations 4 to 6 of the Switch Transformer (Fedus et al. 2021), over the tokens of all MoE layers together, as
         transformers computes it; K when perfectly balanced. It is of this forward pass: the losses of micro-batches do
-        not add up to that of their union.
+        not add up to that of their union, unless each is given the union's `loads_ME` and number of `tokens` fed.
         """
         self._need()
         logits_NE = torch.cat(self._logits_TE)
-        tokens, experts = logits_NE.shape
-        share_E = self.loads().sum(0) / max(tokens, 1)
-        probability_E = torch.softmax(logits_NE, -1).sum(0) / max(tokens, 1)
+        layers, experts = len(self._logits_TE), logits_NE.shape[1]
+        count = max(logits_NE.shape[0] if tokens is None else layers * tokens, 1)
+        share_E = (self.loads() if loads_ME is None else loads_ME).sum(0) / count
+        probability_E = torch.softmax(logits_NE, -1).sum(0) / count
         return experts * (share_E * probability_E).sum()
 
     def _need(self) -> None:
