@@ -95,7 +95,7 @@ def upcycle(
 
 
 def main() -> None:
-    """Entry point. Errors of this package are told in their own words; anything else is a bug and keeps its traceback."""
+    """Entry point: this package's errors are told in their own words, anything else keeps its traceback."""
     try:
         app()
     except ContraflowError as fault:

@@ -1,0 +1,28 @@
+"""`contraflow inspect`: where every group of a run is, as lines a person can add up.
+
+Takes a run's folder, gives text. Reads the ledger only, so it works on a live, ended or killed run.
+"""
+
+from pathlib import Path
+
+from contraflow.buffer.accounts import accounts
+
+
+def describe(folder: Path) -> str:
+    """The accounts of a run. Raises RunFolderError when there is no run, LedgerError when it cannot be read."""
+    a = accounts(folder)
+    lines = [
+        f"{folder}: line {a.line}, newest checkpoint before step {a.cut}",
+        f"posed    {a.posed:7d}   = trained + dropped + held",
+        f"trained  {a.trained:7d}   of which {a.final} are in a checkpoint",
+        f"dropped  {sum(a.dropped.values()):7d}   {_reasons(a.dropped)}",
+        f"held     {a.held:7d}   waiting {a.waiting}, running {a.running}, ready {a.ready}, taken {a.taken}",
+        f"attempts given up and posed again: {sum(a.reposed.values())}  {_reasons(a.reposed)}",
+        f"late or doubled reports refused:   {sum(a.refused.values())}  {_reasons(a.refused)}",
+        f"trainings undone by a resume:      {a.superseded}",
+    ]
+    return "\n".join(lines)
+
+
+def _reasons(counts: dict[str, int]) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items()))

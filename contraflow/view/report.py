@@ -1,0 +1,202 @@
+"""RUN/report.html: one self-contained page about one run, finished or not.
+
+Takes a run's folder (recipe.toml, metrics.jsonl, episodes.jsonl, ledger), gives the page. Does not measure anything.
+Everything that came from a model or a task is escaped or set as text.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from contraflow.errors import RunFolderError
+from contraflow.telemetry import read_journal
+from contraflow.view.charts import Points, curves, heat, shares
+
+Record = Mapping[str, Any]
+EPISODE_GROUPS = 400  # kept in the page; the newest and an even choice of the older ones
+
+
+def write_report(folder: Path) -> Path:
+    """Write RUN/report.html and give its path. Raises RunFolderError if the folder holds no run."""
+    if not (folder / "metrics.jsonl").is_file():
+        raise RunFolderError(f"{folder} holds no metrics.jsonl: it is not the folder of a run, or none has begun there")
+    recipe = (folder / "recipe.toml").read_text(encoding="utf-8")
+    episodes = folder / "episodes.jsonl"
+    kept = thin(read_journal(episodes)) if episodes.is_file() else []
+    path = folder / "report.html"
+    path.write_text(page(folder.name, recipe, read_journal(folder / "metrics.jsonl"), kept), encoding="utf-8")
+    return path
+
+
+def page(name: str, recipe: str, records: Sequence[Record], episodes: Sequence[Record]) -> str:
+    """The whole page as text."""
+    by_kind: dict[str, list[Record]] = {}
+    for record in records:
+        by_kind.setdefault(record["kind"], []).append(record)
+    steps, looks = by_kind.get("step", []), by_kind.get("eval", [])
+    body = [
+        f'<h1>{escape(name)}</h1><div class="sub">a contraflow run</div>',
+        _facts(steps, looks, by_kind.get("pools", [])),
+        '<div class="cards">',
+        *_learning(steps, looks),
+        *_system(steps, by_kind),
+        _browser(),
+        _card("Recipe", f"<details><summary>every setting</summary><pre>{escape(recipe)}</pre></details>", wide=True),
+        '</div><div id="tip"></div>',
+        f'<script type="application/json" id="episodes">{_embedded(episodes)}</script>',
+        f"<script>{_asset('report.js')}</script>",
+    ]
+    head = f'<meta charset="utf-8"><title>{escape(name)}</title><style>{_asset("report.css")}</style>'
+    return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>"
+
+
+def thin(records: Sequence[Record]) -> list[Record]:
+    """At most EPISODE_GROUPS records, spread evenly over the run, the last ones included."""
+    stride = -(-len(records) // EPISODE_GROUPS) or 1
+    return list(reversed(records[::-1][::stride]))
+
+
+def _facts(steps: Sequence[Record], looks: Sequence[Record], pools: Sequence[Record]) -> str:
+    facts = [("steps", str(len(steps)))]
+    if steps:
+        facts += [("wall clock", f"{steps[-1]['at'] - steps[0]['at'] + sum(steps[0]['seconds'].values()):.0f} s")]
+        facts += [("reward, first → last", f"{steps[0]['reward']:.2f} → {steps[-1]['reward']:.2f}")]
+        facts += [("oldest trained token", f"age {max(step['age_max'] for step in steps)}")]
+    if looks:
+        facts += [("held-out, first → last", f"{looks[0]['accuracy']:.3f} → {looks[-1]['accuracy']:.3f}")]
+    if pools:
+        facts += [("groups dropped", str(_dropped(pools[-1])))]
+    return f'<div class="facts">{"".join(f"<div><b>{escape(v)}</b><span>{k}</span></div>" for k, v in facts)}</div>'
+
+
+def _dropped(pools: Record) -> int:
+    return sum(count for state, count in pools["groups"].items() if state.startswith("dropped"))
+
+
+def _learning(steps: Sequence[Record], looks: Sequence[Record]) -> list[str]:
+    parts = sorted({part for step in steps for part in step["parts"]})
+    rewards = {"reward": _by_step(steps, "reward")}
+    rewards |= {f"part: {part}": [(s["step"] + 1, s["parts"].get(part, 0.0)) for s in steps] for part in parts}
+    accuracy = {"accuracy": [(look["version"]["n"], look["accuracy"]) for look in looks if look["version"]]}
+    ages = {"mean": _by_step(steps, "age_mean"), "max": _by_step(steps, "age_max")}
+    health = {
+        "entropy (nats)": _by_step(steps, "entropy"),
+        "KL(behaviour, new) × 10": [(s["step"] + 1, 10 * s["behaviour_kl"]) for s in steps],
+        "clipped share": [(s["step"] + 1, s["clipped_low"] + s["clipped_high"]) for s in steps],
+        "gradient norm": _by_step(steps, "grad_norm"),
+    }
+    return [
+        _card("Reward of trained groups", curves(rewards, unit="by step", low=0.0, high=1.0)),
+        _card(
+            "Held-out accuracy",
+            curves(accuracy, unit="by version", low=0.0, high=1.0),
+            "Greedy answers to tasks that are never trained on.",
+        ),
+        _card(
+            "Age of trained tokens",
+            curves(ages, unit="steps", low=0.0),
+            "Steps between the version that sampled a token and the step that trains it.",
+        ),
+        _card("Policy health", curves(health, unit="by step", low=0.0)),
+    ]
+
+
+def _system(steps: Sequence[Record], by_kind: Mapping[str, Sequence[Record]]) -> list[str]:
+    pools, refreshes = by_kind.get("pools", []), by_kind.get("refresh", [])
+    rates = {
+        "rollout": _rates(pools, "rollout_tokens"),
+        "train": _rates(pools, "train_tokens"),
+    }
+    stalls = {"stall": [(r["version"]["n"], 1000 * r["stall_s"]) for r in refreshes if r["served"]]}
+    workers = {w["name"]: w["seconds"] for w in pools[-1]["workers"]} if pools else {}
+    return [
+        _card(
+            "Tokens per second",
+            curves(rates, unit="by second", low=0.0),
+            "Rollout: sampled tokens. Train: trained tokens. Over the ticks of the run.",
+        ),
+        _card(
+            "Refresh stall",
+            curves(stalls, unit="ms by version", low=0.0),
+            "How long an engine made no tokens while a new version was copied in and proved.",
+        ),
+        _card(
+            "Where the seconds of each process went",
+            shares(workers),
+            "Each bar is all of that process's time: the causes sum to 100 %.",
+        ),
+        _card(
+            "Expert load",
+            heat(_loads(steps), row_name="layer", column_name="expert"),
+            "Tokens per expert over the last quarter of the steps, 1.00 being an even share.",
+        ),
+        _card("Groups", _table(pools[-1]["groups"] if pools else {})),
+        _card("What went wrong", _troubles(by_kind)),
+    ]
+
+
+def _by_step(steps: Sequence[Record], key: str) -> Points:
+    return [(step["step"] + 1, step[key]) for step in steps]
+
+
+def _rates(pools: Sequence[Record], key: str) -> Points:
+    """Tokens per second between ticks at least two seconds apart; shorter ones are noise."""
+    points, last = [], None
+    for record in pools:
+        if last is None or record["at"] < last["at"]:  # a resume starts its clock anew
+            last = record
+        elif record["at"] - last["at"] >= 2.0:
+            points.append((record["elapsed_s"], max(0, record[key] - last[key]) / (record["at"] - last["at"])))
+            last = record
+    return points
+
+
+def _loads(steps: Sequence[Record]) -> list[list[float]]:
+    recent = steps[-max(1, len(steps) // 4) :] if steps else []
+    if not recent or not recent[-1]["expert_loads"]:
+        return []
+    layers = [
+        [sum(counts) for counts in zip(*layer, strict=True)]
+        for layer in zip(*(s["expert_loads"] for s in recent), strict=True)
+    ]
+    return [[count * len(layer) / (sum(layer) or 1) for count in layer] for layer in layers]
+
+
+def _troubles(by_kind: Mapping[str, Sequence[Record]]) -> str:
+    lines = [f"{r['at']:.0f} s: {r['worker']} died: {r['detail']}" for r in by_kind.get("death", [])]
+    lines += [f"step {r['step']}: not applied: {r['fault']}" for r in by_kind.get("step", []) if not r["applied"]]
+    lines += [
+        f"version {r['version']['n']} refused: {r['reason']}" for r in by_kind.get("refresh", []) if not r["served"]
+    ]
+    failed = sum(r["failed"] for r in by_kind.get("step", []))
+    if failed:
+        lines.append(f"{failed} episodes failed and were left out of training")
+    return "<br>".join(escape(line) for line in lines) or '<p class="empty">nothing</p>'
+
+
+def _browser() -> str:
+    picks = '<div class="pick">step <select id="step"></select> group <select id="group"></select></div>'
+    note = "Green earned more than its group's mean, red less. Hover a token for log-probability, advantage, version."
+    return _card("Sampled episodes", f'{picks}<div id="list"></div>', note, wide=True)
+
+
+def _table(rows: Mapping[str, Any]) -> str:
+    cells = "".join(f"<tr><th>{escape(str(k))}</th><td>{escape(str(v))}</td></tr>" for k, v in rows.items())
+    return f"<table>{cells}</table>" if cells else '<p class="empty">nothing recorded</p>'
+
+
+def _card(title: str, body: str, note: str = "", *, wide: bool = False) -> str:
+    below = f"<p>{escape(note)}</p>" if note else ""
+    return f'<section class="card{" wide" if wide else ""}"><h2>{escape(title)}</h2>{body}{below}</section>'
+
+
+def _embedded(episodes: Sequence[Record]) -> str:
+    """JSON that cannot end its script element, whatever a model wrote."""
+    return json.dumps(list(episodes), separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _asset(name: str) -> str:
+    return files("contraflow.view").joinpath(name).read_text(encoding="utf-8")

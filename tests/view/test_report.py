@@ -1,0 +1,148 @@
+"""The report is one page that stands alone, holds what the run wrote, and cannot be broken by what a model wrote."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from contraflow.errors import RunFolderError
+from contraflow.view.charts import curves, heat, shares
+from contraflow.view.report import page, thin, write_report
+
+
+def step_record(step: int, **changes: Any) -> dict[str, Any]:
+    record = {
+        "kind": "step", "at": 10.0 + step, "step": step, "applied": True, "fault": "", "groups": 4, "episodes": 32,
+        "failed": 0, "reward": 0.2 + 0.05 * step, "parts": {"correct": 0.2 + 0.05 * step}, "entropy": 0.5,
+        "behaviour_kl": 0.001, "clipped_low": 0.01, "clipped_high": 0.02, "grad_norm": 0.3, "age_mean": 1.1,
+        "age_max": 2, "expert_loads": [[10, 30], [20, 20]], "seconds": {"forward": 0.2}, "trained_tokens": 300,
+    }  # fmt: skip
+    return {**record, **changes}
+
+
+def pools_record(at: float, tokens: int) -> dict[str, Any]:
+    workers = [
+        {"name": "rollout-0", "doing": "decode", "seconds": {"decode": 7.5, "idle": 2.5}},
+        {"name": "trainer-0", "doing": "wait", "seconds": {"forward": 5.0, "wait": 5.0}},
+    ]
+    groups = {"running": 3, "trained": 40, "dropped: no_signal": 7}
+    return {
+        "kind": "pools", "at": at, "elapsed_s": at, "workers": workers, "groups": groups,
+        "rollout_tokens": tokens, "train_tokens": tokens // 2,
+    }  # fmt: skip
+
+
+EPISODE = {
+    "pieces": ["1", "+", "2", "=", "3"], "roles": ["prompt"] * 4 + ["model"], "logprobs": [0, 0, 0, 0, -0.1],
+    "advantages": [0, 0, 0, 0, 1.0], "versions": [-1, -1, -1, -1, 3], "reward": 1.0, "parts": {"correct": 1.0},
+    "stop": "stop",
+}  # fmt: skip
+
+
+def run_records() -> list[dict[str, Any]]:
+    version = {"line": 1, "n": 5}
+    return [
+        *(step_record(step) for step in range(12)),
+        {"kind": "eval", "at": 11.0, "version": version, "accuracy": 0.31, "count": 64},
+        {"kind": "refresh", "at": 11.0, "version": version, "stall_s": 0.004, "served": True, "reason": ""},
+        {"kind": "refresh", "at": 12.0, "version": version, "stall_s": 0.0, "served": False, "reason": "digest"},
+        {"kind": "death", "at": 13.0, "worker": "rollout-0", "detail": "SIGKILL"},
+        *(pools_record(float(t), 1000 * t) for t in range(10)),
+    ]
+
+
+def episode_record(step: int, **changes: Any) -> dict[str, Any]:
+    record = {"step": step, "group": step, "attempt": 1, "prompt": "1+2=", "reference": "3", "episodes": [EPISODE]}
+    return {**record, **changes}
+
+
+class Strict(HTMLParser):
+    """Counts elements, and what scripts and links point outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.outside: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.outside += [value or "" for name, value in attrs if name in {"src", "href"}]
+
+
+def parsed(text: str) -> Strict:
+    parser = Strict()
+    parser.feed(text)
+    return parser
+
+
+def test_the_page_stands_alone_and_tells_the_run() -> None:
+    text = page("run", "[run]\nseed = 0\n", run_records(), [episode_record(3)])
+    parser = parsed(text)
+    assert parser.outside == []
+    assert "http" not in text
+    assert parser.tags.count("svg") >= 7
+    for fact in (
+        "0.20 → 0.75",
+        "age 2",
+        "SIGKILL",
+        "version 5 refused: digest",
+        "dropped: no_signal",
+        "decode 7.5 s (75.0 %)",
+    ):
+        assert fact in text
+
+
+def test_a_run_that_wrote_nothing_yet_has_a_page() -> None:
+    assert "nothing recorded" in page("run", "", [], [])
+
+
+def test_model_text_cannot_leave_its_place() -> None:
+    evil = "</script><script>alert(1)</script><img src=x>"
+    episode = {**EPISODE, "pieces": [evil], "roles": ["model"]}
+    text = page(evil, evil, run_records(), [episode_record(1, prompt=evil, episodes=[episode])])
+    parser = parsed(text)
+    assert "img" not in parser.tags
+    assert parser.tags.count("script") == 2
+    data = re.search(r'<script type="application/json" id="episodes">(.*?)</script>', text, re.DOTALL)
+    assert data is not None
+    assert json.loads(data[1])[0]["episodes"][0]["pieces"] == [evil]
+
+
+def test_long_runs_keep_the_newest_episodes_and_an_even_choice_of_old_ones() -> None:
+    kept = thin([{"step": step} for step in range(5000)])
+    assert len(kept) <= 400
+    assert kept[-1]["step"] == 4999
+    assert kept[0]["step"] < 15
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl"):
+        write_report(tmp_path)
+
+
+finite = st.floats(-1e6, 1e6, allow_nan=False)
+
+
+@given(st.dictionaries(st.text(max_size=5), st.lists(st.tuples(finite, finite), max_size=20), max_size=4))
+def test_any_curve_can_be_drawn(series: dict[str, list[tuple[float, float]]]) -> None:
+    text = curves(series, low=0.0)
+    assert "nan" not in text
+    for x, y in re.findall(r"(-?[\d.]+),(-?[\d.]+)", " ".join(re.findall(r'points="([^"]*)"', text))):
+        assert -1 <= float(x) <= 561
+        assert -1 <= float(y) <= 221
+
+
+def test_bars_fill_their_row() -> None:
+    text = shares({"a": {"x": 1.0, "y": 3.0}, "b": {"y": 2.0}})
+    widths = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', text)]
+    assert widths == pytest.approx([285, 95, 380, 0], abs=0.1)  # causes are ordered by their total
+
+
+def test_empty_drawings_say_so() -> None:
+    for text in (curves({}), shares({}), heat([], row_name="layer", column_name="expert")):
+        assert "nothing recorded" in text
