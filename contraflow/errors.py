@@ -38,6 +38,10 @@ class CarrierError(ContraflowError):
     """A weight version did not arrive whole: missing, torn, of another shape, or failing its proof."""
 
 
+class VersionGone(CarrierError):
+    """A weight version can't be read because it was retired, or its publisher never completed it."""
+
+
 class BlobError(ContraflowError):
     """A blob could not be read, written, listed or deleted."""
 

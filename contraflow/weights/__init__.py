@@ -1,0 +1,22 @@
+"""Moves weight versions from the trainer to engines, each with a manifest and two proofs that it arrived."""
+
+from pathlib import Path
+
+from contraflow.blobs import open_blobs
+from contraflow.config import Weights
+from contraflow.weights.blob import BlobCarrier
+from contraflow.weights.carrier import Carrier, check_run_id, derive_run_id
+from contraflow.weights.memory import MemoryCarrier, shared_folder
+
+
+def open_carrier(section: Weights, run_folder: Path, *, run_id: str | None = None) -> Carrier:
+    """The carrier a recipe asks for. Publisher and readers of a run must give the same `run_id`.
+
+    `run_id` keeps apart the runs that share a machine or a bucket; left out, it is derived from the folder's full path.
+
+    >>> carrier = open_carrier(recipe.weights, run_folder)
+    """
+    name = check_run_id(derive_run_id(run_folder) if run_id is None else run_id)
+    if section.carrier == "memory":
+        return MemoryCarrier(shared_folder(), name)
+    return BlobCarrier(open_blobs(section.url or str(run_folder / "weights")), name)

@@ -1,0 +1,132 @@
+"""Brings an engine to a new version of the weights, and proves it before a token of it is served.
+
+Takes an engine and a carrier, gives a report per manifest. Loading and hashing happen off the engine's path; only the
+copy and the probe stop it, inside `Engine.swap`. Does not decide when to refresh or which engine.
+"""
+
+import asyncio
+from typing import Literal
+
+import msgspec
+
+from contraflow.errors import CarrierError, ConfigError, DeadlineExceeded, VersionGone
+from contraflow.rollout.engine import Engine
+from contraflow.telemetry import Clock
+from contraflow.types import Manifest, Version
+from contraflow.weights.carrier import Carrier
+from contraflow.weights.fetch import Fetched, fetch
+from contraflow.weights.manifest import Expected, total_bytes
+
+
+class RefreshReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one manifest. `served`: the engine serves exactly this version now; if not, `reason` says why."""
+
+    version: Version
+    bytes: int = 0  # brought and verified
+    fetch_s: float = 0.0  # loading and hashing, while the engine went on
+    stall_s: float = 0.0  # in which the engine could run no step
+    served: bool
+    reason: str = ""
+
+
+class Refresher:
+    """Refreshes one engine, one version at a time.
+
+    Invariants: the version an engine serves only grows. Whatever it serves, and so may have to roll back to, is held
+    readable here until a later version is proven. Of refreshes that race, the newest wins: one that finds a newer
+    asked for before its swap steps aside and says so.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        carrier: Carrier,
+        *,
+        clock: Clock,
+        expected: Expected | None = None,
+        fetching: Literal["thread", "inline"] = "thread",
+        deadline_s: float = 30.0,
+    ) -> None:
+        """`expected`: what the engine can take, checked before anything is loaded (the engine checks again itself).
+
+        `fetching` "inline" loads on the calling thread: for runs that must be deterministic. `deadline_s` bounds one
+        refresh, waiting for its turn included.
+        """
+        if deadline_s <= 0:
+            raise ConfigError(f"deadline_s = {deadline_s}: a refresh needs more than 0 seconds")
+        self._engine = engine
+        self._carrier = carrier
+        self._clock = clock
+        self._expected = expected
+        self._fetching = fetching
+        self._deadline_s = deadline_s
+        self._turn = asyncio.Lock()
+        self._asked: list[Version] = []  # of the refreshes under way
+        self._held: list[Fetched] = []
+        self._doing = "its turn"  # of the refresh whose turn it is
+
+    async def refresh(self, manifest: Manifest) -> RefreshReport:
+        """Fetch, verify, swap. A repeated manifest is a no-op; a stale, overtaken or retired one is skipped, reported.
+
+        Raises: CarrierError or BlobError if the version did not arrive whole, does not fit or failed its proof: the
+        engine serves what it served before. DeadlineExceeded if it took too long; what is served then, `Engine.version`
+        says.
+        """
+        version = manifest.version
+        self._asked.append(version)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                async with self._turn:
+                    return self._skipped(version) or await self._bring(manifest)
+        except TimeoutError:
+            raise DeadlineExceeded(f"refresh to version {version}", self._doing, self._deadline_s) from None
+        finally:
+            self._asked.remove(version)
+
+    def close(self) -> None:
+        """Let go of the memory of every version. The engine must not be asked to swap after this."""
+        self._held.clear()
+
+    async def _bring(self, manifest: Manifest) -> RefreshReport:
+        version, began = manifest.version, self._clock()
+        self._doing = f"the {self._carrier.kind} carrier to give version {version}"
+        try:
+            fetched = await self._fetch(manifest)
+        except VersionGone as gone:
+            return RefreshReport(version=version, fetch_s=self._clock() - began, served=False, reason=str(gone))
+        fetch_s, nbytes = self._clock() - began, total_bytes(manifest.tensors)
+        overtaken = self._skipped(version)
+        if overtaken is not None:
+            return msgspec.structs.replace(overtaken, bytes=nbytes, fetch_s=fetch_s)
+        stall_s = await self._swap(fetched)
+        return RefreshReport(version=version, bytes=nbytes, fetch_s=fetch_s, stall_s=stall_s, served=True)
+
+    async def _fetch(self, manifest: Manifest) -> Fetched:
+        if self._fetching == "inline":
+            return fetch(manifest, self._carrier, self._expected)
+        return await asyncio.to_thread(fetch, manifest, self._carrier, self._expected)
+
+    async def _swap(self, fetched: Fetched) -> float:
+        manifest = fetched.manifest
+        self._doing = f"the engine to swap to version {manifest.version}"
+        self._held.append(fetched)  # before the swap: one that is cancelled may still end with it
+        try:
+            stall_s = await self._engine.swap(manifest.version, fetched.tensors, manifest.probe)
+        except CarrierError as fault:
+            self._held.remove(fetched)
+            raise CarrierError(
+                f"version {manifest.version} is refused and {self._engine.version} still served: {fault}"
+            ) from fault
+        self._held = [fetched]
+        return stall_s
+
+    def _skipped(self, version: Version) -> RefreshReport | None:
+        """Why `version` need not be brought, if it need not."""
+        served, newest = self._engine.version, max(self._asked)
+        if served == version:
+            return RefreshReport(version=version, served=True, reason="repeated: it is served already")
+        if served is not None and version < served:
+            return RefreshReport(version=version, served=False, reason=f"stale: version {served} is served")
+        if version < newest:
+            return RefreshReport(version=version, served=False, reason=f"overtaken: version {newest} was asked for")
+        return None
