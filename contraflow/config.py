@@ -9,7 +9,7 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -160,8 +160,61 @@ class Recipe(Section):
     runtime: Runtime = Runtime()
 
 
+class NewModel(Section):
+    """The model that supervised training starts from: a folder, or, when that is empty, a new one."""
+
+    folder: str = ""  # a Hugging Face folder or `builtin:NAME`
+    config: dict[str, Any] = {}  # config.json of a new model; the vocabulary's size follows the tokenizer
+    alphabet: str = ""  # characters of a new tokenizer, one token each; empty is the standard one
+
+
+class Sft(Section):
+    """Supervised training on an environment's reference answers."""
+
+    seed: int = 0
+    examples: Count = 20_000  # tasks of the train split, each seen once a pass
+    examples_per_update: Count = 256
+    updates: Count = 2_000  # at most
+    tokens_per_batch: Count = 8192
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-3
+    warmup_updates: Annotated[int, Field(ge=0)] = 20
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    balance_weight: Annotated[float, Field(ge=0)] = 0.01
+    held_out: Annotated[int, Field(ge=0)] = 256  # tasks of the test split looked at; 0: never look
+    look_every: Count = 20  # updates between looks
+    stop_at_accuracy: Share = 1.0  # end as soon as a look reaches it
+
+
+class SftRecipe(Section):
+    """How to make a model by supervised training."""
+
+    model: NewModel = NewModel()
+    env: Env = Env()
+    look: Env | None = None  # the tasks looked at, when they are others than those taught
+    sft: Sft = Sft()
+
+
+R = TypeVar("R", bound=Section)
+
+
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe and apply `section.key=value` overrides (values are TOML; a bare word is a string)."""
+    return _check(Recipe, _read(path, overrides))
+
+
+def load_sft_recipe(path: Path, overrides: Sequence[str] = ()) -> SftRecipe:
+    """The same for a recipe that makes a model by supervised training."""
+    return _check(SftRecipe, _read(path, overrides))
+
+
+def check_recipe(tree: Mapping[str, Any]) -> Recipe:
+    """Turn a tree of plain values into a `Recipe`, or say exactly which key is wrong."""
+    return _check(Recipe, tree)
+
+
+def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -170,18 +223,17 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise ConfigError(f"recipe {str(path)!r} is not TOML: {fault}") from None
     for override in overrides:
         _apply(tree, override)
-    return check_recipe(tree)
+    return tree
 
 
-def check_recipe(tree: Mapping[str, Any]) -> Recipe:
-    """Turn a tree of plain values into a `Recipe`, or say exactly which key is wrong."""
+def _check(kind: type[R], tree: Mapping[str, Any]) -> R:
     try:
         # By way of JSON, since JSON's rules fit TOML: a list may stand for a tuple, and nothing else is converted.
-        return Recipe.model_validate_json(json.dumps(tree))
+        return kind.model_validate_json(json.dumps(tree))
     except TypeError as fault:
         raise ConfigError(f"a recipe holds numbers, strings, booleans, lists and tables only: {fault}") from None
     except ValidationError as fault:
-        raise ConfigError("\n".join(_explain(error) for error in fault.errors())) from None
+        raise ConfigError("\n".join(_explain(kind, error) for error in fault.errors())) from None
 
 
 def recipe_toml(recipe: Recipe) -> str:
@@ -214,15 +266,14 @@ def _parse(text: str) -> Any:
         return text
 
 
-def _explain(error: Any) -> str:
+def _explain(kind: type[BaseModel], error: Any) -> str:
     path = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return f"unknown key {path!r}{_nearest(error['loc'])}"
+        return f"unknown key {path!r}{_nearest(kind, error['loc'])}"
     return f"{path} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
 
 
-def _nearest(loc: tuple[Any, ...]) -> str:
-    section: type[BaseModel] = Recipe
+def _nearest(section: type[BaseModel], loc: tuple[Any, ...]) -> str:
     for part in loc[:-1]:
         inner = section.model_fields[str(part)].annotation
         if not (isinstance(inner, type) and issubclass(inner, BaseModel)):

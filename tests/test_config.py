@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from contraflow.config import Recipe, check_recipe, load_recipe, recipe_toml
+from contraflow.config import Recipe, check_recipe, load_recipe, load_sft_recipe, recipe_toml
 from contraflow.errors import ConfigError
 
 SHIPPED = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
@@ -85,3 +85,14 @@ def test_knobs_stay_few() -> None:
     """Every knob is one more thing to explain; this number moves only on purpose."""
     knobs = sum(len(section.annotation.model_fields) for section in Recipe.model_fields.values())
     assert knobs <= 70
+
+
+def test_a_recipe_that_makes_a_model_is_checked_by_the_same_rules(tmp_path: Path) -> None:
+    path = tmp_path / "sft.toml"
+    path.write_text("[sft]\nupdates = 5\n[look]\nname = 'calculator'\n", encoding="utf-8")
+    recipe = load_sft_recipe(path, ["sft.seed=3"])
+    assert (recipe.sft.updates, recipe.sft.seed, recipe.look and recipe.look.name) == (5, 3, "calculator")
+    with pytest.raises(ConfigError, match=r"'sft.update'; did you mean 'updates'"):
+        load_sft_recipe(path, ["sft.update=3"])
+    with pytest.raises(ConfigError, match="unknown key 'sft'"):
+        load_recipe(path)
