@@ -1,0 +1,35 @@
+"""Where workers live: `inline` (this process, deterministic) or `local` (a process per worker on this machine)."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from contraflow.errors import ConfigError
+from contraflow.runtime.base import Runtime
+from contraflow.telemetry import Clock
+
+
+class RuntimeSection(Protocol):
+    """The recipe's section `runtime`, as far as it is read here."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def threads(self) -> int: ...
+
+
+def open_runtime(
+    section: RuntimeSection, folder: Path, *, clock: Clock = time.monotonic, preload: Sequence[str] = ()
+) -> Runtime:
+    """The runtime a recipe asks for. `folder` is the run's; `preload` names modules that worker processes need."""
+    if section.kind == "inline":
+        from contraflow.runtime.inline import InlineRuntime
+
+        return InlineRuntime(clock)
+    if section.kind == "local":
+        from contraflow.runtime.local import LocalRuntime
+
+        return LocalRuntime(folder, threads=section.threads, clock=clock, preload=preload)
+    raise ConfigError(f"runtime.kind = {section.kind!r}: allowed are 'local' and 'inline'")

@@ -1,0 +1,89 @@
+"""One worker process, from the outside: start it, know its end, end it.
+
+Takes the process that multiprocessing made, gives awaitable facts about it. Does not decide what an end means.
+"""
+
+import asyncio
+import signal
+from concurrent.futures import Executor
+from multiprocessing.process import BaseProcess
+
+from contraflow.runtime.base import Address, Ref
+from contraflow.runtime.faults import from_fault
+from contraflow.runtime.process import Control, status_path
+from contraflow.runtime.status import read_status
+
+EXIT_S = 3.0  # from a worker's last answer to its end; then SIGTERM, and as long again SIGKILL
+
+
+class House:
+    """A worker process. Invariant: `ended` is done, with the exit code, exactly when the process is gone."""
+
+    def __init__(self, address: Address, process: BaseProcess, hand: Executor, control: Ref[Control]) -> None:
+        """`hand` runs, one at a time, what multiprocessing does without locks: starting and reaping."""
+        self.address = address
+        self.control = control
+        self.watched = False  # its end, if it came now, would be news
+        self.buried = False  # everybody was told of its end
+        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._process, self._hand = process, hand
+
+    @property
+    def name(self) -> str:
+        return self.address.worker
+
+    async def open(self) -> None:
+        """Start the process and wait until its factory is done. Raises what the factory raised."""
+        loop = asyncio.get_running_loop()
+        starting = loop.run_in_executor(self._hand, self._process.start)
+        try:
+            await asyncio.shield(starting)
+        finally:
+            await asyncio.wait({starting})  # also when cancelled: a process that exists must be known
+            if starting.exception() is None:
+                loop.add_reader(self._process.sentinel, self._on_sentinel)
+        fault = await self.control.call(float("inf"), Control.ready)
+        if fault:
+            raise from_fault(fault)
+
+    async def stop(self, stop_s: float) -> None:
+        """Run the worker's `close()`, then see the process out. Raises what `close()` raised, or DeadlineExceeded."""
+        closed = False
+        try:
+            await self.control.call(stop_s, Control.stop)
+            closed = True
+        finally:
+            await self.leave(closed)
+
+    async def leave(self, willing: bool) -> None:
+        """Wait for the process to end; push it when it is not willing or takes too long."""
+        for push in (None, self._process.terminate, self._process.kill)[0 if willing else 1 :]:
+            if self._process.pid is None and not self.ended.done():
+                self.ended.set_result(0)  # it never began
+            if push and not self.ended.done():
+                push()
+            if (await asyncio.wait({self.ended}, timeout=EXIT_S))[0]:
+                return
+
+    def kill(self) -> None:
+        if self._process.pid is not None and not self.ended.done():
+            self._process.kill()
+
+    def epitaph(self, code: int) -> str:
+        """How the process ended and what it was doing then, such as `SIGKILL; was running step`."""
+        status = read_status(status_path(self.address))
+        how = _signal_name(-code) if code < 0 else f"exit code {code}"
+        return f"{how}; was running {status.running}" if status and status.running else f"{how}; was idle"
+
+    def _on_sentinel(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._process.sentinel)
+        reaping = loop.run_in_executor(self._hand, lambda: self._process.exitcode)
+        reaping.add_done_callback(lambda reaped: self.ended.set_result(reaped.result() or 0))
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

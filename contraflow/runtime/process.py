@@ -1,0 +1,190 @@
+"""Life of a worker process of the `local` runtime, from its first line to its exit.
+
+Makes the worker, answers its calls, shows signs of life, and leaves when the runtime says so or is gone.
+Ctrl-C reaches the whole process group and is ignored here: the runtime stops workers in order.
+"""
+
+import asyncio
+import concurrent.futures
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from multiprocessing import connection, parent_process
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq.asyncio
+
+from contraflow.errors import WorkerDied
+from contraflow.runtime.base import Address, Ref
+from contraflow.runtime.channel import FLUSH_MS, Caller, Server
+from contraflow.runtime.faults import Fault, to_fault
+from contraflow.runtime.names import factory_name
+from contraflow.runtime.service import Service
+from contraflow.runtime.status import StatusPage, read_status
+from contraflow.telemetry import Clock
+
+BEAT_S = 0.5
+ORPHAN_S = 2.0  # how long a worker may take to close once its runtime is gone
+
+
+class Grave(msgspec.Struct, frozen=True):
+    """A worker that died, for those who might call it."""
+
+    endpoint: str
+    worker: str  # the one to blame: a gang dies of one rank
+    detail: str
+
+    def death(self) -> WorkerDied:
+        return WorkerDied(self.worker, self.detail)
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker process is born with. `plan` is `(factory, kwargs)` as multiprocessing pickles them."""
+
+    address: Address
+    threads: int
+    clock: Clock
+    environment: Mapping[str, str]
+    graves: tuple[Grave, ...]
+    plan: bytes
+
+
+class ProcessHost:
+    """What the worker may use of its process."""
+
+    def __init__(self, name: str, clock: Clock, caller: Caller) -> None:
+        self._name, self._clock, self._caller = name, clock, caller
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def clock(self) -> Clock:
+        return self._clock
+
+    def connect(self, address: Address) -> Ref[Any]:
+        return self._caller.connect(address)
+
+
+class Control:
+    """The process that houses a worker, as the runtime calls it. Invariant: once `leaving` is set, the process ends."""
+
+    def __init__(self, caller: Caller, server: Server) -> None:
+        self._caller, self._server = caller, server
+        self.service: Service | None = None
+        self.fault: Fault | None = None
+        self.leaving = asyncio.Event()
+
+    async def ready(self) -> Fault | None:
+        """Answers once the factory ended: None, or what it raised; after a fault the process ends."""
+        if self.fault:
+            self.leaving.set()
+        return self.fault
+
+    async def bury(self, grave: Grave) -> None:
+        """Another worker died."""
+        self._caller.bury(grave.endpoint, grave.death())
+        self._server.forget(grave.endpoint)
+
+    async def stop(self) -> None:
+        """Run the worker's `close()` once, then end the process. Raises what `close()` raised."""
+        service, self.service = self.service, None
+        try:
+            if service:
+                await service.close()
+        finally:
+            self.leaving.set()  # seen by the loop only after this answer went out: sending does not suspend
+
+
+def main(setup: Setup) -> None:
+    """The whole life of a worker process."""
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The fork server was born earlier, with the environment and the threads of then.
+    os.environ.update(setup.environment)
+    torch.set_num_threads(setup.threads)
+    asyncio.run(_live(setup))
+
+
+def status_path(address: Address) -> Path:
+    """Where the worker at an `ipc://` address writes its status page."""
+    return Path(address.endpoint.removeprefix("ipc://") + ".status")
+
+
+def trouble(address: Address, clock: Clock) -> str:
+    """Why the worker at an address may be slow to answer; empty when it looks healthy."""
+    status = read_status(status_path(address))
+    return status.trouble(clock()) if status else ""
+
+
+async def _live(setup: Setup) -> None:
+    name, clock = setup.address.worker, setup.clock
+    page = StatusPage(status_path(setup.address), clock())
+    page.running("its factory")
+    context = zmq.asyncio.Context()
+    caller = Caller(context, owner=name, identity=setup.address.endpoint, trouble=lambda a: trouble(a, clock))
+    for grave in setup.graves:
+        caller.bury(grave.endpoint, grave.death())
+    server = Server(context, setup.address.endpoint)
+    control = Control(caller, server)
+    with _Heart(page, clock, asyncio.get_running_loop(), control):
+        control.service = _make(setup, ProcessHost(name, clock, caller), control, page.running)
+        page.running("")
+        serving = asyncio.create_task(server.serve(worker=control.service, control=Service(name, control)))
+        leaving = asyncio.create_task(control.leaving.wait())
+        await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+        serving.cancel()
+        await asyncio.wait({serving})
+        caller.close()
+    context.destroy(linger=FLUSH_MS)
+
+
+def _make(setup: Setup, host: ProcessHost, control: Control, changed: Callable[[str], None]) -> Service | None:
+    method = "its factory"
+    try:
+        factory, kwargs = pickle.loads(setup.plan)
+        method = factory_name(factory)
+        return Service(host.name, factory(host, **kwargs), changed)
+    except Exception as error:  # noqa: BLE001 - whoever starts the worker gets it
+        control.fault = to_fault(error, worker=host.name, method=method)
+        return None
+
+
+class _Heart:
+    """A thread that shows signs of life, and ends the process soon after the runtime's own process ended."""
+
+    def __init__(self, page: StatusPage, clock: Clock, loop: asyncio.AbstractEventLoop, control: Control) -> None:
+        self._page, self._clock, self._loop, self._control = page, clock, loop, control
+        self._end, self._stop = connection.Pipe(duplex=False)
+        self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.close()
+        self._thread.join()
+
+    def _beat(self) -> None:
+        parent = parent_process()
+        assert parent is not None, "a worker process has a parent"
+        ready: list[Any] = []
+        while not ready:
+            self._page.beat(self._clock())
+            self._loop.call_soon_threadsafe(self._tick)
+            ready = connection.wait([parent.sentinel, self._end], timeout=BEAT_S)
+        if parent.sentinel in ready:
+            closing = asyncio.run_coroutine_threadsafe(self._control.stop(), self._loop)
+            concurrent.futures.wait([closing], timeout=ORPHAN_S)
+            os._exit(1)
+
+    def _tick(self) -> None:
+        self._page.tick(self._clock())
