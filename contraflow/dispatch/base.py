@@ -21,14 +21,19 @@ H = TypeVar("H")
 class Rows(Generic[H]):
     """What the experts of this rank work on.
 
-    Rows `[0, sum(counts_E))` are real and sorted by expert; rows after them (fixed-capacity forms only) hold arbitrary
+    Expert e has rows `[ends_E[e - 1], ends_E[e])`. Rows past the last end (fixed-capacity forms only) hold arbitrary
     finite values and weight 0. `handle` belongs to the dispatch that made it and is good for one `combine`.
     """
 
     x_RD: Tensor
     weights_R: Tensor  # fp32; the caller multiplies the experts' answers by it
-    counts_E: Tensor  # int64, rows of each expert
+    ends_E: Tensor  # int32, on the device of x: what a grouped matmul takes
     handle: H
+
+    @property
+    def counts_E(self) -> Tensor:
+        """Rows of each expert, int32 `[E]`."""
+        return self.ends_E.diff(prepend=self.ends_E.new_zeros(1))
 
 
 class Dispatch(Protocol[H]):

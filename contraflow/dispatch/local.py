@@ -45,16 +45,16 @@ class LocalDispatch:
         pairs, experts = expert_ids_TK.numel(), self.num_experts
         # -1 becomes E, so pairs without an expert sort last. The sort is stable: rows of an expert keep token order.
         keys_P, pair_P = torch.sort(expert_ids_TK.reshape(-1).remainder(experts + 1), stable=True)
-        bounds = torch.searchsorted(keys_P, torch.arange(experts + 1, device=keys_P.device))
-        rows = self._rows(bounds[-1], pairs)
+        ends_E = torch.searchsorted(keys_P, torch.arange(experts, device=keys_P.device), right=True, out_int32=True)
+        rows = self._rows(ends_E[-1], pairs)
         pair_R = pair_P[:rows]
         row_P = torch.empty_like(pair_P).scatter_(0, pair_P, torch.arange(pairs, device=pair_P.device))
         weights_R = weights_TK.reshape(-1).index_select(0, pair_R)
         present_P = None
         if self.capacity is not None:
-            bounds = bounds.clamp_max(rows)
-            present_P = row_P < bounds[-1]
-            weights_R = torch.where(torch.arange(rows, device=pair_R.device) < bounds[-1], weights_R, 0.0)
+            ends_E = ends_E.clamp_max(rows)
+            present_P = row_P < ends_E[-1]
+            weights_R = torch.where(torch.arange(rows, device=pair_R.device) < ends_E[-1], weights_R, 0.0)
         elif rows < pairs:
             present_P = row_P < rows
         if present_P is not None:
@@ -65,8 +65,7 @@ class LocalDispatch:
             row_TK=row_P.view(shape),
             present_TK=None if present_P is None else present_P.view(shape),
         )
-        x_RD = _Spread.apply(x_TD, places.token_R, places.row_TK, places.present_TK)  # type: ignore[no-untyped-call]
-        return Rows(x_RD, weights_R, bounds.diff(), places)
+        return Rows(_spread(x_TD, places), weights_R, ends_E, places)
 
     def combine(self, y_RD: Tensor, handle: Places) -> Tensor:
         """See `Dispatch.combine`."""
@@ -74,8 +73,7 @@ class LocalDispatch:
             raise DispatchError("this dispatch handle was combined before; dispatch again")
         check_rows(y_RD, handle.token_R.shape[0])
         handle.used = True
-        summed: Tensor = _Gather.apply(y_RD, handle.token_R, handle.row_TK, handle.present_TK)  # type: ignore[no-untyped-call]
-        return summed
+        return _gather(y_RD, handle)
 
     @property
     def overflow(self) -> Tensor:
@@ -101,9 +99,23 @@ class LocalDispatch:
             return int(total)
         if self._needed is None:
             with torch.inference_mode(False):  # it outlives the call, so it must be an ordinary tensor
-                self._needed = torch.zeros((), dtype=torch.int64, device=total.device)
+                self._needed = torch.zeros((), dtype=torch.int32, device=total.device)
         torch.maximum(self._needed, total, out=self._needed)
         return min(self.capacity, pairs)
+
+
+def _spread(x_TD: Tensor, places: Places) -> Tensor:
+    if not x_TD.requires_grad:  # generation: an autograd function costs more than its work on a few tokens
+        return x_TD.index_select(0, places.token_R)
+    rows: Tensor = _Spread.apply(x_TD, places.token_R, places.row_TK, places.present_TK)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def _gather(y_RD: Tensor, places: Places) -> Tensor:
+    if not y_RD.requires_grad:
+        return _sum_rows(y_RD, places.row_TK, places.present_TK)
+    sums: Tensor = _Gather.apply(y_RD, places.token_R, places.row_TK, places.present_TK)  # type: ignore[no-untyped-call]
+    return sums
 
 
 class _Spread(torch.autograd.Function):

@@ -46,7 +46,7 @@ class ReferenceDispatch:
         return Rows(
             x_RD=torch.stack([x_TD[t] for t in tokens]) if tokens else x_TD[:0],
             weights_R=torch.stack(weights) if weights else weights_TK.reshape(-1)[:0],
-            counts_E=torch.tensor(counts, device=x_TD.device),
+            ends_E=torch.tensor(counts, dtype=torch.int32, device=x_TD.device).cumsum(0, dtype=torch.int32),
             handle=Visits(tokens, total=x_TD.shape[0]),
         )
 

@@ -54,6 +54,9 @@ class Attention(nn.Module):
         norms = {"none": None, "head": (2, config.head_dim), "projection": (both - config.kv_heads * config.head_dim,)}
         shape = norms[config.qk_norm]
         self.qk_norm = nn.Parameter(torch.empty(shape, **made)) if shape else None
+        self.kinds: Tensor  # row of qk_norm that each query and key head takes
+        kinds = torch.tensor([0] * config.heads + [1] * config.kv_heads, device=device)
+        self.register_buffer("kinds", kinds, persistent=False)
 
     def forward(self, x_TD: Tensor, turn: Rotation, plan: LayerPlan) -> Tensor:
         """`[T, D]` -> `[T, D]`; `turn` holds the tokens' positions."""
@@ -77,9 +80,8 @@ class Attention(nn.Module):
         weight = self.qk_norm.to(qk.dtype)
         if config.qk_norm == "head":
             qk = qk.view(-1, config.heads + config.kv_heads, config.head_dim)
-            q_d, k_d = weight
-            each = torch.cat((q_d.expand(config.heads, -1), k_d.expand(config.kv_heads, -1)))
-            return F.rms_norm(qk, (config.head_dim,), None, config.norm_eps) * each
+            each_Hd = weight.index_select(0, self.kinds)
+            return F.rms_norm(qk, (config.head_dim,), None, config.norm_eps) * each_Hd
         parts = [config.heads * config.head_dim, config.kv_heads * config.head_dim]
         q, k = (
             F.rms_norm(x, (x.shape[-1],), w, config.norm_eps)
@@ -147,6 +149,8 @@ class _Reorder(torch.autograd.Function):
 
 
 def _reorder(x: Tensor, there: Tensor, back: Tensor) -> Tensor:
+    if not x.requires_grad:
+        return x.index_select(0, there)
     moved: Tensor = _Reorder.apply(x, there, back)  # type: ignore[no-untyped-call]
     return moved
 
@@ -174,15 +178,15 @@ class PagedPlan:
         self._batch, self._blocks = tables_BN.shape
         self._slots_T = slots_T
         self._queries = None if queries_BQ is None else queries_BQ.clamp_min(0)
-        self._place_T = None if queries_BQ is None else _inverse(queries_BQ, slots_T.shape[0])
+        self._place_T = slots_T if queries_BQ is None else _inverse(queries_BQ, slots_T.shape[0])
         self._mask_B1QL = self._mask(lengths_B, queries_BQ)
 
     def layer(self, index: int) -> "_PagedLayer":
         """The view of one layer's cache."""
-        return _PagedLayer(self, self._cache.keys[index], self._cache.values[index])
+        return _PagedLayer(self, self._cache.pool[index])
 
     def _mask(self, lengths_B: Tensor, queries_BQ: Tensor | None) -> Tensor:
-        device, dtype = lengths_B.device, self._cache.keys.dtype
+        device, dtype = lengths_B.device, self._cache.pool.dtype
         reach_BQ = lengths_B[:, None]
         if queries_BQ is not None:
             fed_BQ = queries_BQ >= 0
@@ -194,38 +198,38 @@ class PagedPlan:
             :, None
         ]
 
-    def attend(self, q_THd: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attention of the fed tokens against one layer's pools `[NB, BS, G, d]`, which hold them already."""
-        heads, d = q_THd.shape[1:]
-        kv_heads, share = keys.shape[2], heads // keys.shape[2]
-        k, v = (self._gather(pool) for pool in (keys, values))
-        q_BQHd = q_THd[:, None] if self._queries is None else q_THd.index_select(0, self._queries.reshape(-1))
+    def write(self, pool: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
+        """Put the fed tokens' keys and values into one layer's pool `[NB, BS, 2, G, d]`, where `slots_T` says."""
+        fed = torch.stack((k_TGd, v_TGd), 1).to(pool.dtype)
+        pool.view(-1, *pool.shape[2:]).index_copy_(0, self._slots_T, fed)
+
+    def attend(self, q_THd: Tensor, pool: Tensor) -> Tensor:
+        """Attention of the fed tokens against one layer's pool, which holds them already."""
+        batch, (heads, d) = self._batch, q_THd.shape[1:]
+        kv_heads = pool.shape[3]
+        kv = pool.view(pool.shape[0], -1).index_select(0, self._tables).view(batch, -1, 2, kv_heads, d)
+        k, v = kv.permute(2, 0, 3, 1, 4).unbind()
         # Query heads that share a key/value head become more queries of it: no repeated keys, one plain SDPA.
-        q = q_BQHd.reshape(self._batch, -1, kv_heads, share, d).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        mask = self._mask_B1QL.repeat(1, 1, share, 1) if self._mask_B1QL.shape[2] > 1 else self._mask_B1QL
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        o = o.view(self._batch, kv_heads, share, -1, d).permute(0, 3, 1, 2, 4).reshape(-1, heads, d)
-        return o if self._place_T is None else o.index_select(0, self._place_T)
-
-    def write(self, pool: Tensor, x_TGd: Tensor) -> None:
-        """Put the fed tokens' keys or values where `slots_T` says."""
-        pool.view(-1, *pool.shape[2:]).index_copy_(0, self._slots_T, x_TGd.to(pool.dtype))
-
-    def _gather(self, pool: Tensor) -> Tensor:
-        rows = pool.view(pool.shape[0], -1).index_select(0, self._tables)
-        return rows.view(self._batch, -1, *pool.shape[2:]).transpose(1, 2)
+        if self._queries is None:
+            q = q_THd.view(batch, kv_heads, -1, d)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask_B1QL).reshape(batch, heads, d)
+        share = heads // kv_heads
+        q = q_THd.index_select(0, self._queries.reshape(-1)).view(batch, -1, kv_heads, share, d)
+        q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask_B1QL.repeat(1, 1, share, 1))
+        o = o.view(batch, kv_heads, share, -1, d).permute(0, 3, 1, 2, 4).reshape(-1, heads, d)
+        return o.index_select(0, self._place_T)
 
 
 class _PagedLayer:
-    """One layer's pools under a plan."""
+    """One layer's pool under a plan."""
 
-    def __init__(self, plan: PagedPlan, keys: Tensor, values: Tensor) -> None:
-        self._plan, self._keys, self._values = plan, keys, values
+    def __init__(self, plan: PagedPlan, pool: Tensor) -> None:
+        self._plan, self._pool = plan, pool
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        self._plan.write(self._keys, k_TGd)
-        self._plan.write(self._values, v_TGd)
-        return self._plan.attend(q_THd.to(self._keys.dtype), self._keys, self._values).to(q_THd.dtype)
+        self._plan.write(self._pool, k_TGd, v_TGd)
+        return self._plan.attend(q_THd.to(self._pool.dtype), self._pool).to(q_THd.dtype)
 
 
 def _inverse(queries_BQ: Tensor, tokens: int) -> Tensor:

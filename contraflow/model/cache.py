@@ -14,9 +14,10 @@ from contraflow.model.families import ModelConfig
 
 
 class KVCache:
-    """Keys and values of every layer, `[layers, NB, BS, G, d]` each.
+    """Keys and values of every layer: views `[layers, NB, BS, G, d]` of one pool `[layers, NB, BS, 2, G, d]`.
 
-    Invariant: the storage never moves or grows, so a CUDA graph may hold its address.
+    A token's key and value lie side by side, so that one gather and one scatter move both.
+    Invariant: the pool never moves or grows, so a CUDA graph may hold its address.
     """
 
     def __init__(
@@ -24,14 +25,14 @@ class KVCache:
     ) -> None:
         if blocks < 1 or block_tokens < 1:
             raise ModelError(f"a KV cache of {blocks} blocks of {block_tokens} tokens holds nothing; give at least 1")
-        shape = (config.layers, blocks, block_tokens, config.kv_heads, config.head_dim)
+        shape = (config.layers, blocks, block_tokens, 2, config.kv_heads, config.head_dim)
         # Zeros, not garbage: masked-out positions are multiplied by probability 0, and 0 * NaN is NaN.
-        self.keys: Tensor = torch.zeros(shape, dtype=dtype, device=device)
-        self.values: Tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.pool: Tensor = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys, self.values = self.pool.unbind(3)
         self.blocks = blocks
         self.block_tokens = block_tokens
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both pools."""
-        return self.keys.nbytes + self.values.nbytes
+        """Bytes of keys and values."""
+        return self.pool.nbytes

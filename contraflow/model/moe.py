@@ -45,12 +45,11 @@ class MoE(nn.Module):
         """`[T, D]` -> `[T, D]`, the sum of each token's experts by router weight."""
         ids_TK, weights_TK = self.router(x_TD, tape)
         rows = self.dispatch.dispatch(x_TD, ids_TK, weights_TK)
-        answers_RD = self.experts(rows.x_RD, rows.counts_E) * rows.weights_R[:, None]
+        answers_RD = self.experts(rows.x_RD, rows.ends_E) * rows.weights_R[:, None]
         return self.dispatch.combine(answers_RD.to(x_TD.dtype), rows.handle)
 
-    def experts(self, x_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """Each expert over its rows; rows past `sum(counts_E)` come out undefined."""
-        ends_E = counts_E.cumsum(0, dtype=torch.int32)
+    def experts(self, x_RD: Tensor, ends_E: Tensor) -> Tensor:
+        """Each expert over its rows; rows past the last end come out undefined."""
         gate_up, down = (w.to(x_RD.dtype).transpose(1, 2) for w in (self.gate_up, self.down))
         return F.grouped_mm(swiglu(F.grouped_mm(x_RD, gate_up, offs=ends_E)), down, offs=ends_E)
 
