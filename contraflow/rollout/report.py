@@ -1,0 +1,81 @@
+"""What a rollout worker tells: about a group, about held-out tasks, about itself. Plain numbers that travel as JSON."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from contraflow.rollout.engine import EngineReport
+from contraflow.types import Episode, Group, Ticket, Version
+
+
+class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A group that was put into the buffer; or one that was not begun since the engine lags (`lagging`)."""
+
+    ticket: Ticket
+    lagging: bool = False
+    episodes: int = 0
+    failed: int = 0
+    reward: float = 0.0  # mean over episodes that did not fail
+    tokens: int = 0  # sampled
+    stops: dict[str, int] = {}  # episodes by StopReason
+
+
+class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Held-out tasks answered greedily. A failed episode counts as a wrong answer."""
+
+    version: Version  # the oldest that sampled a token
+    first: int
+    count: int
+    failed: int
+    accuracy: float  # mean of the part `correct`
+    reward: float  # mean over all tasks, as are the parts
+    parts: dict[str, float]
+
+
+class RolloutReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A rollout worker now. Totals are of episodes in training groups since the worker began."""
+
+    doing: str
+    seconds: dict[str, float]  # of the worker's event loop, by cause; the engine's own are in `engine`
+    engine: EngineReport
+    groups: int
+    stops: dict[str, int]  # episodes by StopReason
+    lost_threads: int  # in calls of an environment or reward that have not returned
+
+
+def summarise(group: Group) -> GroupSummary:
+    """The summary of a group that is complete."""
+    whole = [episode for episode in group.episodes if not episode.failed]
+    return GroupSummary(
+        ticket=group.ticket,
+        episodes=len(group.episodes),
+        failed=len(group.episodes) - len(whole),
+        reward=_mean([episode.reward for episode in whole]),
+        tokens=sum(int(episode.trained.sum()) for episode in group.episodes),
+        stops=count_stops(group.episodes),
+    )
+
+
+def judge(episodes: Sequence[Episode], *, first: int, serving: Version) -> EvalReport:
+    """The report of held-out episodes; `serving` is what was served when they began."""
+    names = sorted({name for episode in episodes for name in episode.parts})
+    parts = {name: _mean([episode.parts.get(name, 0.0) for episode in episodes]) for name in names}
+    return EvalReport(
+        version=min((span.version for episode in episodes for span in episode.spans), default=serving),
+        first=first,
+        count=len(episodes),
+        failed=sum(episode.failed for episode in episodes),
+        accuracy=parts.get("correct", 0.0),
+        reward=_mean([episode.reward for episode in episodes]),
+        parts=parts,
+    )
+
+
+def count_stops(episodes: Sequence[Episode]) -> dict[str, int]:
+    """Episodes by why they ended."""
+    return dict(Counter(str(episode.stop) for episode in episodes))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,173 @@
+"""The rollout worker: turns a ticket into a scored group in the buffer, and looks at held-out tasks.
+
+Takes tickets and manifests by call; puts groups into the buffer itself, worker to worker, and answers with summaries.
+Knows tokens, versions and rewards; no algorithm, no trainer. Whatever breaks inside an episode stays inside its group.
+"""
+
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from contraflow import config
+from contraflow.buffer.service import Buffer
+from contraflow.envs.draws import derive_seed
+from contraflow.errors import EngineError, TaskError
+from contraflow.rollout.episode import Stage, broken_episode, play
+from contraflow.rollout.pupil import Pupil
+from contraflow.rollout.refresh import Refresher, RefreshReport
+from contraflow.rollout.report import EvalReport, GroupSummary, RolloutReport, count_stops, judge, summarise
+from contraflow.runtime.base import Ref
+from contraflow.telemetry import Account, Clock
+from contraflow.types import Episode, Group, Manifest, Task, Ticket, Version
+
+_BUFFER_S = 30.0  # deadline of a call to the buffer, which answers at once unless its disk is stuck
+_CAUSES = ("refresh", "evaluate", "play")  # what the worker is charged for when it does several; else "idle"
+
+
+class RolloutWorker:
+    """Plays groups of episodes on one engine.
+
+    Invariants: a group is put into the buffer whole or not at all; cancelling `run_group` or `evaluate` ends their
+    requests in the engine; at most `rollout.concurrency` groups are played at a time, the rest wait their turn.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        refresher: Refresher,
+        buffer: Ref[Buffer],
+        *,
+        rollout: config.Rollout,
+        seed: int,
+        clock: Clock,
+        pupil: Pupil | None = None,
+    ) -> None:
+        self._stage = stage
+        self._refresher = refresher
+        self._buffer = buffer
+        self._rollout = rollout
+        self._seed = seed
+        self._pupil = pupil
+        self._account = Account(clock, "idle")
+        self._active: Counter[str] = Counter()
+        self._slots = asyncio.Semaphore(rollout.concurrency)
+        self._groups = 0
+        self._looks = 0
+        self._stops: Counter[str] = Counter()
+
+    async def run_group(self, ticket: Ticket) -> GroupSummary:
+        """Play the G episodes of a ticket, score them, put them into the buffer.
+
+        Raises: EngineError before a first refresh; what the buffer raises. An engine that lags begins nothing.
+        """
+        async with self._slots:
+            with self._doing("play"):
+                version = self._serving()
+                try:
+                    await self._buffer.call(_BUFFER_S, Buffer.started, ticket.group, ticket.attempt, version)
+                except EngineError:  # the buffer knows of an engine that serves a newer version
+                    return GroupSummary(ticket=ticket, lagging=True)
+                group = await self._play_group(ticket)
+                await self._buffer.call(_BUFFER_S, Buffer.put, group)
+                self._groups += 1
+                self._stops.update(count_stops(group.episodes))
+                return summarise(group)
+
+    async def evaluate(self, first: int, count: int) -> EvalReport:
+        """Answer test tasks `first` ... `first + count - 1` once each, greedily. Raises: EngineError."""
+        with self._doing("evaluate"):
+            version = self._serving()
+            self._looks += 1
+            limits = msgspec.structs.replace(self._stage.limits, temperature=0.0, routes=False)
+            stage = dataclasses.replace(self._stage, limits=limits)
+            turns = asyncio.Semaphore(self._rollout.concurrency * self._rollout.episodes)
+            async with asyncio.TaskGroup() as tasks:
+                looks = [
+                    tasks.create_task(self._look(index, stage, turns, key=f"look-{self._looks}/{index}"))
+                    for index in range(first, first + count)
+                ]
+            return judge([look.result() for look in looks], first=first, serving=version)
+
+    async def refresh(self, manifest: Manifest) -> RefreshReport:
+        """Bring the engine to a version. Raises: CarrierError, DeadlineExceeded; it then serves what it served."""
+        with self._doing("refresh"):
+            return await self._refresher.refresh(manifest)
+
+    async def report(self) -> RolloutReport:
+        """Counters, accounts and what is being done, at any time."""
+        doing = ", ".join(f"{cause} {self._active[cause]}" for cause in _CAUSES if self._active[cause])
+        return RolloutReport(
+            doing=doing or "idle",
+            seconds=self._account.seconds(),
+            engine=self._stage.engine.report(),
+            groups=self._groups,
+            stops=dict(self._stops),
+            lost_threads=self._stage.guard.lost_threads,
+        )
+
+    async def close(self) -> None:
+        """Stop the engine, then let go of the weights it served."""
+        await self._stage.engine.close()
+        self._refresher.close()
+        self._stage.guard.close()
+
+    def _serving(self) -> Version:
+        version = self._stage.engine.version
+        if version is None:
+            raise EngineError("no weights are served yet; refresh this worker first")
+        return version
+
+    async def _play_group(self, ticket: Ticket) -> Group:
+        key = f"{ticket.line}.{ticket.group}.{ticket.attempt}"
+        seeds = [derive_seed(self._seed, "episode", ticket.group, place) for place in range(self._rollout.episodes)]
+        try:
+            task = await self._stage.guard.task("train", ticket.group)
+        except TaskError as fault:
+            task = Task(key=f"train/{ticket.group}", prompt="", reference="")
+            broken = tuple(broken_episode(seed, fault) for seed in seeds)
+            return Group(ticket=ticket, task=task, episodes=broken)
+        with self._told(key, task):
+            async with asyncio.TaskGroup() as tasks:
+                episodes = [
+                    tasks.create_task(play(task, self._stage, key=f"{key}/{place}", group=key, seed=seed))
+                    for place, seed in enumerate(seeds)
+                ]
+        return Group(ticket=ticket, task=task, episodes=tuple(episode.result() for episode in episodes))
+
+    async def _look(self, index: int, stage: Stage, turns: asyncio.Semaphore, *, key: str) -> Episode:
+        seed = derive_seed(self._seed, "look", index)
+        async with turns:
+            try:
+                task = await stage.guard.task("test", index)
+            except TaskError as fault:
+                return broken_episode(seed, fault)
+            with self._told(key, task):
+                return await play(task, stage, key=key, group=key, seed=seed)
+
+    @contextmanager
+    def _told(self, group: str, task: Task) -> Iterator[None]:
+        """While a group is played, the scripted engine's pupil knows the answer. Nobody else is told."""
+        if self._pupil is None:
+            yield
+            return
+        self._pupil.learn(group, self._stage.tokenizer.encode(task.reference))
+        try:
+            yield
+        finally:
+            self._pupil.forget(group)
+
+    @contextmanager
+    def _doing(self, cause: str) -> Iterator[None]:
+        self._count(cause, +1)
+        try:
+            yield
+        finally:
+            self._count(cause, -1)
+
+    def _count(self, cause: str, step: int) -> None:
+        self._active[cause] += step
+        self._account.switch(next((cause for cause in _CAUSES if self._active[cause]), "idle"))
