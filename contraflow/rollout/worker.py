@@ -9,20 +9,30 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from contraflow import config
 from contraflow.buffer.service import Buffer
 from contraflow.envs.draws import derive_seed
-from contraflow.errors import EngineError, TaskError
-from contraflow.rollout.episode import Stage, broken_episode, play
+from contraflow.envs.registry import make_env
+from contraflow.errors import ConfigError, EngineError, TaskError
+from contraflow.model.tokenizer import Tokenizer
+from contraflow.rewards.registry import make_mix
+from contraflow.rollout.engine import Engine
+from contraflow.rollout.episode import Limits, Stage, broken_episode, play
+from contraflow.rollout.guard import make_guard
 from contraflow.rollout.pupil import Pupil
 from contraflow.rollout.refresh import Refresher, RefreshReport
 from contraflow.rollout.report import EvalReport, GroupSummary, RolloutReport, count_stops, judge, summarise
-from contraflow.runtime.base import Ref
+from contraflow.rollout.scripted import ScriptedEngine
+from contraflow.runtime.base import Address, Host, Ref
 from contraflow.telemetry import Account, Clock
 from contraflow.types import Episode, Group, Manifest, Task, Ticket, Version
+from contraflow.weights import open_carrier
+from contraflow.weights.manifest import Expected, expect
 
 _BUFFER_S = 30.0  # deadline of a call to the buffer, which answers at once unless its disk is stuck
 _CAUSES = ("refresh", "evaluate", "play")  # what the worker is charged for when it does several; else "idle"
@@ -171,3 +181,67 @@ class RolloutWorker:
     def _count(self, cause: str, step: int) -> None:
         self._active[cause] += step
         self._account.switch(next((cause for cause in _CAUSES if self._active[cause]), "idle"))
+
+
+def make_rollout_worker(  # noqa: PLR0913 - the sections of a recipe that are this worker's, each by its name
+    host: Host,
+    *,
+    rollout: config.Rollout,
+    engine: config.Engine,
+    env: config.Env,
+    reward: config.Reward,
+    weights: config.Weights,
+    model_folder: str,
+    run_folder: str,
+    seed: int,
+    buffer: Address,
+    stepping: Literal["thread", "inline"] = "thread",
+) -> RolloutWorker:
+    """A worker that serves nothing until its first `refresh`. `stepping` "inline" keeps everything on one thread.
+
+    Raises: ConfigError, ModelError.
+    """
+    guard = make_guard(
+        make_env(env.name, env.options),
+        make_mix(reward.parts),
+        deadline_s=env.step_deadline_s,
+        context_tokens=engine.context_tokens,
+    )
+    tokenizer = Tokenizer.load(Path(model_folder))
+    carrier = open_carrier(weights, Path(run_folder))
+    opened, expected, pupil = _open_engine(engine, Path(model_folder), tokenizer, host.clock, stepping)
+    refresher = Refresher(
+        opened,
+        carrier,
+        clock=host.clock,
+        expected=expected,
+        fetching=stepping,
+        deadline_s=weights.refresh_deadline_s,
+    )
+    stage = Stage(engine=opened, tokenizer=tokenizer, guard=guard, limits=Limits.of(rollout, engine))
+    ref = host.connect(buffer)
+    return RolloutWorker(stage, refresher, ref, rollout=rollout, seed=seed, clock=host.clock, pupil=pupil)
+
+
+def _open_engine(
+    section: config.Engine, folder: Path, tokenizer: Tokenizer, clock: Clock, stepping: Literal["thread", "inline"]
+) -> tuple[Engine, Expected | None, Pupil | None]:
+    """The engine, what weights it can take, and the pupil that answers for it when it is scripted."""
+    if section.kind == "scripted":
+        if section.routes:
+            raise ConfigError("engine.routes = true needs engine.kind = 'native': the scripted engine has no experts")
+        pupil = Pupil(lambda: scripted.version, eos=tokenizer.eos, letters=sorted(set(tokenizer.encode("0123456789"))))
+        scripted = ScriptedEngine(
+            pupil,
+            vocab=tokenizer.size,
+            clock=clock,
+            context_tokens=section.context_tokens,
+            on_refresh=section.on_refresh,
+        )
+        return scripted, None, pupil
+    from contraflow.model.folder import load_folder
+    from contraflow.rollout.native import NativeEngine
+
+    decoder = load_folder(folder)
+    expected = expect(decoder.config.digest(), decoder.state_dict())
+    return NativeEngine(decoder, section, clock=clock, stepping=stepping), expected, None
