@@ -72,16 +72,18 @@ def check_probe(probe: Probe, logprobs: Sequence[Float32]) -> None:
     if not sum(wanted_shape):
         raise CarrierError("the probe holds no log-probability, and so proves nothing")
     wanted, given = np.concatenate(probe.logprobs).astype(np.float64), np.concatenate(logprobs).astype(np.float64)
-    difference = np.abs(wanted - given)
-    difference[np.isnan(difference)] = np.inf
-    worst = int(difference.argmax())
-    if difference[worst] <= probe.tolerance:
+    finite = np.isfinite(wanted) & np.isfinite(given)
+    difference = np.full(len(wanted), np.inf)
+    difference[finite] = np.abs(wanted[finite] - given[finite])
+    beyond = ~(finite & (difference <= probe.tolerance))  # so written that a NaN is beyond any tolerance, even inf
+    if not beyond.any():
         return
+    worst = int(np.where(beyond, difference, -1).argmax())
     ends = np.cumsum(wanted_shape)
     row = int(np.searchsorted(ends, worst, side="right"))
     token = worst - int(ends[row]) + wanted_shape[row] + 1  # entry j is of token j + 1
     raise CarrierError(
         f"the probe failed: largest difference {difference[worst]:.3g} at prompt {row}, token {token} (published "
         f"{wanted[worst]:.6g}, the engine gave {given[worst]:.6g}), tolerance {probe.tolerance:g}; "
-        f"{int((~(difference <= probe.tolerance)).sum())} of {len(difference)} are beyond it"
+        f"{int(beyond.sum())} of {len(beyond)} are beyond it"
     )
