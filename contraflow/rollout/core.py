@@ -1,0 +1,245 @@
+"""The native engine without threads or event loops: submit, step, swap, and outcomes to hand back.
+
+Takes requests with an opaque waiter each, gives (waiter, completion or error) pairs. Everything here runs on one thread
+at a time and is deterministic; `native.py` puts it on a thread or into a loop.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from torch import Tensor
+
+from contraflow.config import Engine as EngineSection
+from contraflow.errors import ConfigError, EngineError
+from contraflow.model.blocks import BlockPool
+from contraflow.model.decoder import Decoder
+from contraflow.rollout.engine import EngineReport, check_request, spans_of
+from contraflow.rollout.passes import Passes
+from contraflow.rollout.schedule import Scheduler, Sequence
+from contraflow.rollout.swap import LiveWeights
+from contraflow.telemetry import Account, Clock
+from contraflow.types import Completion, Probe, Request, Routes, StopReason, Version
+
+Outcome = tuple[object, Completion | Exception]  # the waiter of a request, and what it gets
+
+
+class EngineCore:
+    """A decoder, its cache and its sequences, one step at a time.
+
+    Invariant: every submitted sequence gives exactly one outcome. `version` is what the weights are whenever a step
+    runs. The account's cause is "idle" between calls.
+    """
+
+    def __init__(self, decoder: Decoder, section: EngineSection, *, clock: Clock, version: Version | None) -> None:
+        blocks = section.kv_tokens // section.block_tokens
+        if blocks < 1:
+            raise ConfigError(
+                f"engine.kv_tokens = {section.kv_tokens} holds no block of engine.block_tokens = {section.block_tokens}"
+            )
+        if section.context_tokens > decoder.config.context:
+            raise ConfigError(
+                f"engine.context_tokens = {section.context_tokens} is beyond the model's {decoder.config.context}"
+            )
+        self.section = section
+        self.version = version
+        self.account = Account(clock, "idle")
+        self._clock = clock
+        self._pool = BlockPool(blocks, section.block_tokens)
+        self._scheduler = Scheduler(
+            self._pool, max_sequences=section.max_sequences, prefill_tokens=section.prefill_tokens
+        )
+        self._passes = Passes(decoder, section, blocks=blocks)
+        self._rows = self._passes.rows
+        self._weights = LiveWeights(decoder)
+        self._vocab = decoder.config.vocab
+        self._sequences: dict[str, Sequence] = {}
+        self._outcomes: list[Outcome] = []
+        self._arrivals = self._steps = self._tokens = self._fed_tokens = self._swaps = 0
+        self._longest_stall_s = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has anything to do."""
+        return bool(self._sequences)
+
+    def check(self, request: Request) -> None:
+        """Raise EngineError if this engine could never answer. Reads nothing that changes: any thread may call it."""
+        section = self.section
+        check_request(request, context_tokens=section.context_tokens, vocab=self._vocab)
+        most = len(request.prompt) + self._limit(request) - 1
+        if not self._scheduler.fits(most):
+            raise EngineError(
+                f"request {request.id!r}: {most} tokens (prompt {len(request.prompt)}) do not fit a KV cache of "
+                f"{self._pool.blocks * section.block_tokens}; raise engine.kv_tokens or ask for fewer"
+            )
+        if request.want_routes and self._passes.routes is None:
+            why = "the model has no experts" if section.routes else "engine.routes is false"
+            raise EngineError(f"request {request.id!r} wants routes, but {why}")
+
+    def submit(self, request: Request, waiter: object) -> None:
+        """Queue a request that `check` accepts, under an id not in use."""
+        prompt, limit = len(request.prompt), self._limit(request)
+        tokens = np.empty(prompt + limit, np.int32)
+        tokens[:prompt] = request.prompt
+        sequence = Sequence(
+            request=request,
+            arrival=self._arrivals,
+            tokens=tokens,
+            logprobs=np.empty(limit, np.float32),
+            length=prompt,
+            limit=limit,
+            waiter=waiter,
+        )
+        self._arrivals += 1
+        self._sequences[request.id] = sequence
+        self._scheduler.submit(sequence)
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """End these requests with what they have; ids not in flight pass."""
+        for sequence in [self._sequences[i] for i in ids if i in self._sequences]:
+            self._remove(sequence)
+            self._outcomes.append((sequence.waiter, self._completion(sequence, StopReason.ABORTED, None)))
+
+    def fail(self, error: EngineError) -> None:
+        """Give every request in flight `error`. What the cache held is forgotten: a step may have broken off."""
+        self._scheduler.refresh()
+        for sequence in list(self._sequences.values()):
+            self._remove(sequence)
+            self._outcomes.append((sequence.waiter, error))
+        self._scheduler.settle()
+        self.account.switch("idle")
+
+    def take_outcomes(self) -> list[Outcome]:
+        """What has ended since the last call."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def step(self) -> None:
+        """Prefill a budget's worth, decode every ready sequence by one token, and finish those that ended."""
+        account, scheduler, passes = self.account, self._scheduler, self._passes
+        account.switch("schedule")
+        self._grow()
+        plan = scheduler.plan(self.version)
+        if plan.chunks:
+            account.switch("prefill")
+            passes.prefill(plan.chunks)
+            self._fed_tokens += sum(chunk.end - chunk.start for chunk in plan.chunks)
+        if plan.copies:
+            passes.copy(plan.copies)
+        for sequence in plan.ready:
+            self._rows.join(sequence)
+        scheduler.settle()
+        if self._rows.count:
+            account.switch("decode")
+            tokens_B, logprobs_B = passes.decode()
+            account.switch("schedule")
+            self._tokens += len(tokens_B)
+            self._finish(self._rows.advance(tokens_B, logprobs_B))
+        self._steps += 1
+        account.switch("idle")
+
+    def swap(self, version: Version, tensors: Mapping[str, Tensor], probe: Probe) -> float:
+        """See `Engine.swap`."""
+        start = self._clock()
+        try:
+            with self.account.charge("swap"):
+                self._weights.load(tensors, probe)
+                self._flip(version)
+        finally:
+            stall = self._clock() - start
+            self._longest_stall_s = max(self._longest_stall_s, stall)
+        self._swaps += 1
+        return stall
+
+    def report(self) -> EngineReport:
+        """Counters and accounts; any thread may call it, each number is right by itself."""
+        scheduler, block_tokens = self._scheduler, self.section.block_tokens
+        return EngineReport(
+            version=self.version,
+            tokens=self._tokens,
+            fed_tokens=self._fed_tokens,
+            shared_tokens=scheduler.shared_tokens,
+            steps=self._steps,
+            running=scheduler.active,
+            waiting=len(scheduler.waiting),
+            kv_tokens=self._pool.blocks * block_tokens,
+            kv_tokens_held=(self._pool.blocks - self._pool.available) * block_tokens,
+            preempted=scheduler.preempted,
+            swaps=self._swaps,
+            longest_stall_s=self._longest_stall_s,
+            seconds=self.account.seconds(),
+            doing=self.account.cause,
+        )
+
+    def _limit(self, request: Request) -> int:
+        return min(request.max_new_tokens, self.section.context_tokens - len(request.prompt))
+
+    def _grow(self) -> None:
+        """Give every row that filled its last block another, oldest first; the youngest pay when there is none."""
+        scheduler = self._scheduler
+        for sequence in self._rows.outgrown():
+            while sequence.arrival in scheduler.decoding:
+                if scheduler.grow(sequence):
+                    self._rows.grown(sequence)
+                    break
+                youngest = scheduler.youngest()
+                self._leave_row(youngest)
+                scheduler.preempt(youngest, self.version)
+
+    def _finish(self, ended: list[tuple[Sequence, StopReason]]) -> None:
+        for sequence, _ in ended:
+            self._rows.leave(sequence)
+        wanted = [sequence for sequence, _ in ended if sequence.request.want_routes]
+        routes = dict(zip(wanted, self._passes.routes_of(wanted), strict=True)) if wanted else {}
+        for sequence, reason in ended:
+            self._scheduler.leave(sequence, self.version)
+            del self._sequences[sequence.request.id]
+            outcome: Completion | Exception
+            if reason is StopReason.ENGINE_ERROR:
+                outcome = EngineError(
+                    f"request {sequence.request.id!r}: the model gave a probability that is no number"
+                )
+            else:
+                outcome = self._completion(sequence, reason, routes.get(sequence))
+            self._outcomes.append((sequence.waiter, outcome))
+
+    def _remove(self, sequence: Sequence) -> None:
+        self._leave_row(sequence)
+        self._scheduler.leave(sequence, self.version)
+        del self._sequences[sequence.request.id]
+
+    def _leave_row(self, sequence: Sequence) -> None:
+        if self._rows.has(sequence):
+            self._rows.leave(sequence)
+
+    def _flip(self, version: Version) -> None:
+        """From here on tokens are sampled by `version`; what that does to the KV cache is the section's policy."""
+        scheduler, old = self._scheduler, self.version
+        scheduler.refresh()
+        for sequence in self._sequences.values():
+            sampled = self._rows.sampled(sequence)
+            if sampled and old is not None:
+                sequence.marks.append((old, sampled))
+            active = sequence.arrival not in scheduler.waiting
+            if active and self.section.on_refresh == "keep":
+                sequence.cache = "kept"
+                continue
+            if active:
+                self._leave_row(sequence)
+                scheduler.leave(sequence, old)
+                scheduler.submit(sequence)
+            if (active or sampled) and sequence.cache == "unbroken":
+                sequence.cache = "recomputed"
+        self.version = version
+
+    def _completion(self, sequence: Sequence, stop: StopReason, routes: Routes | None) -> Completion:
+        assert self.version is not None  # nothing is submitted before
+        new = sequence.length - sequence.prompt
+        return Completion(
+            tokens=sequence.tokens[sequence.prompt : sequence.length].copy(),
+            logprobs=sequence.logprobs[:new].copy(),
+            spans=spans_of(sequence.marks, self.version, new),
+            stop=stop,
+            cache=sequence.cache,
+            routes=routes,
+        )

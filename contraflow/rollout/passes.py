@@ -1,0 +1,167 @@
+"""The computing of a step: a prefill pass, block copies, a decode pass. The engine's only file that runs the model.
+
+Takes what the scheduler planned and the decode rows, writes K/V (and experts) into the cache, gives sampled tokens.
+Decides nothing. A decode pass reads nothing from the device but its result, has fixed-size inputs in fixed places and
+one of a few batch sizes, as a CUDA graph needs it.
+
+Shape letters: T tokens fed, B rows, Q tokens of the longest chunk, N blocks of a table, M MoE layers, K experts, L
+positions of a sequence.
+"""
+
+from collections.abc import Sequence as Rows
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from contraflow.config import Engine as EngineSection
+from contraflow.dispatch.local import LocalDispatch
+from contraflow.model.attention import PagedPlan
+from contraflow.model.cache import KVCache
+from contraflow.model.decoder import Decoder
+from contraflow.model.router import RouterTape
+from contraflow.rollout.rows import KEY, LENGTH, POSITION, SLOT, TOKEN, DecodeRows
+from contraflow.rollout.sampling import sample
+from contraflow.rollout.schedule import Chunk, Sequence
+from contraflow.types import Float32, Int32, Int64, Routes
+
+
+def bucket(count: int) -> int:
+    """The batch size `count` rows are padded to: 1, 2, 4, then multiples of 8 to 64, of 16 to 128, of 32 to 256, ...
+
+    That is 19 sizes up to 256.
+    """
+    if count <= 4:
+        return 1 << (count - 1).bit_length()
+    step = max(8, 1 << ((count - 1).bit_length() - 3))
+    return -(-count // step) * step
+
+
+class Passes:
+    """A decoder with its paged cache, and beside each cached position the experts that computed it.
+
+    Invariant: `cache`, `routes` and the decode inputs stay where they are; the last block of the cache is scratch, for
+    padding rows to write to.
+    """
+
+    def __init__(self, decoder: Decoder, section: EngineSection, *, blocks: int) -> None:
+        self.decoder = decoder
+        config, self.device = decoder.config, next(decoder.parameters()).device
+        self.cache = KVCache(
+            config,
+            blocks=blocks + 1,
+            block_tokens=section.block_tokens,
+            dtype=decoder.compute_dtype,
+            device=self.device,
+        )
+        self.rows = DecodeRows(
+            bucket(section.max_sequences),
+            context_tokens=section.context_tokens,
+            block_tokens=section.block_tokens,
+            scratch=blocks,
+            pinned=self.device.type == "cuda",
+        )
+        self._numbers, self._tables, self._scales = (
+            host if self.device.type == "cpu" else host.to(self.device)
+            for host in (self.rows.numbers, self.rows.tables, self.rows.scales)
+        )
+        if self.device.type != "cpu" and config.experts:
+            # The exact form reads a count on the host; the fixed form has a row for each pair, so none is lost.
+            decoder.use_dispatch(LocalDispatch(config.experts, capacity=1 << 40))
+        self.routes = self._route_store(section) if section.routes else None
+
+    @torch.inference_mode()
+    def prefill(self, chunks: Rows[Chunk]) -> None:
+        """Compute and cache the K/V of all chunks in one pass over T = the sum of their tokens."""
+        block_tokens = self.cache.block_tokens
+        ends = np.cumsum([chunk.end - chunk.start for chunk in chunks])
+        positions_T = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
+        tokens_T = np.concatenate([chunk.sequence.tokens[chunk.start : chunk.end] for chunk in chunks])
+        width = -(-max(chunk.end for chunk in chunks) // block_tokens)
+        longest = max(chunk.end - chunk.start for chunk in chunks)
+        tables_BN = np.full((len(chunks), width), self.cache.blocks - 1)
+        queries_BQ = np.full((len(chunks), longest), -1)
+        for row, (chunk, end) in enumerate(zip(chunks, ends, strict=True)):
+            held = chunk.sequence.blocks[:width]
+            tables_BN[row, : len(held)] = held
+            queries_BQ[row, : chunk.end - chunk.start] = np.arange(end - chunk.end + chunk.start, end)
+        row_T = np.repeat(np.arange(len(chunks)), [chunk.end - chunk.start for chunk in chunks])
+        slots_T = tables_BN[row_T, positions_T // block_tokens] * block_tokens + positions_T % block_tokens
+        lengths_B = np.array([chunk.end for chunk in chunks])
+        tokens, positions, tables, lengths, slots, queries = (
+            torch.from_numpy(x.astype(np.int64)).to(self.device)
+            for x in (tokens_T, positions_T, tables_BN, lengths_B, slots_T, queries_BQ)
+        )
+        self._forward(tokens, positions, PagedPlan(self.cache, tables, lengths, slots, queries), slots)
+
+    @torch.inference_mode()
+    def copy(self, pairs: Rows[tuple[int, int]]) -> None:
+        """Copy whole blocks, K/V and experts: all sources are read before any destination is written."""
+        source, target = torch.tensor(pairs, dtype=torch.int64, device=self.device).T
+        for pool in (self.cache.keys, self.cache.values):
+            pool.index_copy_(1, target, pool.index_select(1, source))
+        if self.routes is not None:
+            self.routes.index_copy_(0, target, self.routes.index_select(0, source))
+
+    def decode(self) -> tuple[Int32, Float32]:
+        """Feed each row's token, sample its next: tokens int32 and log-probabilities fp32, `[B]` each, on the host."""
+        blocks = min(bucket(self.rows.aim()), self._tables.shape[1])
+        if self.device.type != "cpu":
+            for host, device in (
+                (self.rows.numbers, self._numbers),
+                (self.rows.tables, self._tables),
+                (self.rows.scales, self._scales),
+            ):
+                device.copy_(host, non_blocking=True)
+        count = self.rows.count
+        results = self._decode(bucket(count), blocks).cpu().numpy()
+        return results[0, :count], results[1, :count].view(np.float32)
+
+    @torch.inference_mode()
+    def _decode(self, rows: int, blocks: int) -> Tensor:
+        """The part a CUDA graph can hold: int32 `[2, B]` on the device, tokens and the bits of their log-probs."""
+        numbers = self._numbers[:, :rows]
+        slots = numbers[SLOT]
+        plan = PagedPlan(self.cache, self._tables[:rows, :blocks], numbers[LENGTH], slots)
+        hidden_BD = self._forward(numbers[TOKEN], numbers[POSITION], plan, slots)
+        tokens_B, logprobs_B = sample(
+            self.decoder.logits(hidden_BD),
+            scales_B=self._scales[0, :rows],
+            greedy_B=self._scales[1, :rows] > 0,
+            keys_B=numbers[KEY],
+            positions_B=numbers[LENGTH],
+        )
+        return torch.stack((tokens_B.to(torch.int32), logprobs_B.view(torch.int32)))
+
+    def routes_of(self, sequences: Rows[Sequence]) -> list[Routes]:
+        """Experts of every fed token of each sequence, `[L - 1, M, K]`, in one copy. They still hold their blocks."""
+        if self.routes is None:
+            raise ValueError("the engine was made without routes")
+        slots = torch.from_numpy(np.concatenate([self._slots(sequence) for sequence in sequences]))
+        read = self.routes.flatten(0, 1).index_select(0, slots.to(self.device)).cpu().numpy()
+        if self.routes.dtype == torch.int16:
+            read = read.view(np.uint16)
+        return np.split(read, np.cumsum([sequence.cached for sequence in sequences])[:-1])
+
+    def _forward(self, tokens_T: Tensor, positions_T: Tensor, plan: PagedPlan, slots_T: Tensor) -> Tensor:
+        if self.routes is None:
+            return self.decoder(tokens_T, positions_T, plan)  # type: ignore[no-any-return]
+        tape = RouterTape()
+        hidden_TD: Tensor = self.decoder(tokens_T, positions_T, plan, tape=tape)
+        self.routes.flatten(0, 1).index_copy_(0, slots_T, tape.routes().view(self.routes.dtype))
+        return hidden_TD
+
+    def _slots(self, sequence: Sequence) -> Int64:
+        positions_L = np.arange(sequence.cached)
+        column, offset = np.divmod(positions_L, self.cache.block_tokens)
+        slots: Int64 = np.array(sequence.blocks)[column] * self.cache.block_tokens + offset
+        return slots
+
+    def _route_store(self, section: EngineSection) -> Tensor | None:
+        config = self.decoder.config
+        if not config.experts:
+            return None
+        # torch can't index uint16 everywhere: the bits are kept as int16.
+        dtype = torch.uint8 if config.experts <= 256 else torch.int16
+        shape = (self.cache.blocks, section.block_tokens, len(config.moe_layers), config.top_k)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
