@@ -127,32 +127,45 @@ class PackedPlan:
         q, k, v = (self._pad(x) for x in (q_THd, k_TGd, v_TGd))
         o_SHLd = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         o_PHd = o_SHLd.transpose(1, 2).reshape(-1, *q_THd.shape[1:])
-        return _reorder(o_PHd, self._place_T, self._token_P) if self._ragged else o_PHd
+        if not self._ragged:
+            return o_PHd
+        o_THd: Tensor = _Unpad.apply(o_PHd, self._place_T)  # type: ignore[no-untyped-call]
+        return o_THd
 
     def _pad(self, x_THd: Tensor) -> Tensor:
-        x = _reorder(x_THd, self._token_P, self._place_T) if self._ragged else x_THd
+        x = x_THd
+        if self._ragged:
+            x = _Pad.apply(x_THd, self._token_P, self._place_T)  # type: ignore[no-untyped-call]
         return x.reshape(self.sequences, self.longest, *x.shape[1:]).transpose(1, 2)
 
 
-class _Reorder(torch.autograd.Function):
-    """`x[there]`, whose gradient is `grad[back]`: right, as padding carries no gradient, and cheaper than adding up."""
+class _Pad(torch.autograd.Function):
+    """`x[token_P]`; its gradient is `grad[place_T]`, since nothing that is read depends on padding: no adding up."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(there, back)
-        return x.index_select(0, there)
+    def forward(ctx: Any, x: Tensor, token_P: Tensor, place_T: Tensor) -> Tensor:
+        ctx.save_for_backward(place_T)
+        return x.index_select(0, token_P)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        there, back = ctx.saved_tensors
-        return _reorder(grad, back, there), None, None
+        (place_T,) = ctx.saved_tensors
+        return grad.index_select(0, place_T), None, None
 
 
-def _reorder(x: Tensor, there: Tensor, back: Tensor) -> Tensor:
-    if not x.requires_grad:
-        return x.index_select(0, there)
-    moved: Tensor = _Reorder.apply(x, there, back)  # type: ignore[no-untyped-call]
-    return moved
+class _Unpad(torch.autograd.Function):
+    """`x[place_T]`; its gradient is zero at padding, without which padded queries would reach real keys."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place_T: Tensor) -> Tensor:
+        ctx.save_for_backward(place_T)
+        ctx.rows = x.shape[0]
+        return x.index_select(0, place_T)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (place_T,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, place_T, grad), None
 
 
 class PagedPlan:
