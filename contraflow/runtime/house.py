@@ -8,6 +8,7 @@ import signal
 from concurrent.futures import Executor
 from multiprocessing.process import BaseProcess
 
+from contraflow.errors import DeadlineExceeded, WorkerDied
 from contraflow.runtime.base import Address, Ref
 from contraflow.runtime.faults import from_fault
 from contraflow.runtime.process import Control, status_path
@@ -27,6 +28,7 @@ class House:
         self.buried = False  # everybody was told of its end
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._process, self._hand = process, hand
+        self._began = False
 
     @property
     def name(self) -> str:
@@ -41,6 +43,7 @@ class House:
         finally:
             await asyncio.wait({starting})  # also when cancelled: a process that exists must be known
             if starting.exception() is None:
+                self._began = True
                 loop.add_reader(self._process.sentinel, self._on_sentinel)
         fault = await self.control.call(float("inf"), Control.ready)
         if fault:
@@ -48,25 +51,30 @@ class House:
 
     async def stop(self, stop_s: float) -> None:
         """Run the worker's `close()`, then see the process out. Raises what `close()` raised, or DeadlineExceeded."""
-        closed = False
+        willing = True
         try:
             await self.control.call(stop_s, Control.stop)
-            closed = True
+        except WorkerDied as death:
+            if death.worker != self.name or await self.ended:
+                raise  # otherwise it ended as asked, before its answer went out
+        except BaseException as error:
+            willing = not isinstance(error, DeadlineExceeded | asyncio.CancelledError)
+            raise
         finally:
-            await self.leave(closed)
+            await self.leave(willing)
 
     async def leave(self, willing: bool) -> None:
         """Wait for the process to end; push it when it is not willing or takes too long."""
         for push in (None, self._process.terminate, self._process.kill)[0 if willing else 1 :]:
-            if self._process.pid is None and not self.ended.done():
-                self.ended.set_result(0)  # it never began
+            if not self._began and not self.ended.done():
+                self.ended.set_result(0)
             if push and not self.ended.done():
                 push()
             if (await asyncio.wait({self.ended}, timeout=EXIT_S))[0]:
                 return
 
     def kill(self) -> None:
-        if self._process.pid is not None and not self.ended.done():
+        if self._began and not self.ended.done():
             self._process.kill()
 
     def epitaph(self, code: int) -> str:
@@ -79,7 +87,13 @@ class House:
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._process.sentinel)
         reaping = loop.run_in_executor(self._hand, lambda: self._process.exitcode)
-        reaping.add_done_callback(lambda reaped: self.ended.set_result(reaped.result() or 0))
+        reaping.add_done_callback(self._on_reaped)
+
+    def _on_reaped(self, reaping: asyncio.Future[int | None]) -> None:
+        # Closing lets go of what the process takes for a sign of life of its runtime. If it was the fork server that
+        # ended, the process itself is still there, and will now leave.
+        self._process.close()
+        self.ended.set_result(reaping.result() or 0)
 
 
 def _signal_name(number: int) -> str:

@@ -233,7 +233,7 @@ class InlineRuntime:
                 failures.append(DeadlineExceeded(OWNER, f"{place.address.worker}.close", self._stop_s))
             except Exception as error:  # noqa: BLE001 - raised below, when all are gone
                 failures.append(from_fault(to_fault(error, worker=place.address.worker, method="close")))
-            place.bury(WorkerDied(place.address.worker, f"stopped; was running {place.service.running or 'nothing'}"))
+            place.bury(WorkerDied(place.address.worker, "stopped"))
         if failures:
             raise failures[0]
 

@@ -104,8 +104,7 @@ class LocalRuntime:
         try:
             await self._stop(self._all())
         finally:
-            for house in self._all():
-                house.kill()
+            await asyncio.gather(*[house.leave(willing=False) for house in self._all()])
             for task in self._tasks:
                 task.cancel()
             self._caller.close()
@@ -174,10 +173,11 @@ class LocalRuntime:
     def _on_end(self, house: House, code: int) -> None:
         if house.buried:
             return
-        death = WorkerDied(house.name, house.epitaph(code))
         if not house.watched:
-            self._bury(house, WorkerDied(house.name, f"stopped; {death.detail}"))
+            how = f"while it was started or stopped: {house.epitaph(code)}" if code else "stopped"
+            self._bury(house, WorkerDied(house.name, how))
             return
+        death = WorkerDied(house.name, house.epitaph(code))
         for mate in next(houses for houses in self._started.values() if house in houses):
             self._bury(mate, death)
         self._deaths.put_nowait(death)

@@ -6,6 +6,7 @@ Ctrl-C reaches the whole process group and is ignored here: the runtime stops wo
 
 import asyncio
 import concurrent.futures
+import multiprocessing
 import os
 import pickle
 import signal
@@ -105,6 +106,7 @@ def main(setup: Setup) -> None:
     """The whole life of a worker process."""
     import torch
 
+    multiprocessing.current_process().daemon = False  # it may have children of its own; it ends with its runtime anyway
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The fork server was born earlier, with the environment and the threads of then.
     os.environ.update(setup.environment)

@@ -6,6 +6,7 @@ Does not send anything, and knows nothing of methods or errors of workers.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, TypeAlias, TypeVar, get_args, get_origin
 
@@ -21,6 +22,7 @@ T = TypeVar("T")
 INLINE_BYTES = 16384  # smaller arrays travel inside the msgpack frame: a frame of their own costs more than the copy
 _ARRAY = 1  # msgpack extension code of an array
 _KINDS = "biufc"  # bool, int, uint, float, complex: dtypes that are nothing but their bytes
+_DTYPE = re.compile(rf"[<>|][{_KINDS}]\d{{1,2}}")
 
 
 class _ArrayHead(msgspec.Struct, array_like=True, frozen=True):
@@ -91,9 +93,9 @@ def _unpack_array(data: memoryview, frames: Frames) -> np.ndarray[Any, Any]:
     cut = 1 + data[0] if len(data) else 1
     try:
         head = msgspec.msgpack.decode(data[1:cut], type=_ArrayHead)
-        dtype = np.dtype(head.dtype)
-        if dtype.kind not in _KINDS or head.frame < 0:
+        if not _DTYPE.fullmatch(head.dtype) or head.frame < 0:
             raise ValueError(f"dtype {head.dtype!r} in frame {head.frame}")
+        dtype = np.dtype(head.dtype)
         raw = memoryview(frames[head.frame]) if head.frame else memoryview(bytearray(data[cut:]))
     except (msgspec.MsgspecError, TypeError, ValueError, IndexError) as fault:
         raise ChannelError(f"a torn array: {fault}") from fault
@@ -109,11 +111,19 @@ def _check_array(annotation: Any, value: object) -> object:
         raise ChannelError(f"{_name(annotation)} has no wire format; {_advice(None)}")
     if not isinstance(value, np.ndarray):
         raise ValueError(f"expected an array, got {type(value).__qualname__!r}")
-    for dtype in get_args(annotation)[1:]:
-        for scalar in get_args(dtype):
-            if isinstance(scalar, type) and not issubclass(value.dtype.type, scalar):
-                raise ValueError(f"expected an array of {scalar.__name__}, got {value.dtype}")
+    wanted = _scalar(annotation)
+    if wanted and not issubclass(value.dtype.type, wanted):
+        raise ValueError(f"expected an array of {wanted.__name__}, got {value.dtype}")
     return value
+
+
+def _scalar(annotation: Any) -> type[np.generic] | None:
+    """The dtype of `NDArray[np.float32]` and the like; None when any will do."""
+    dtype = get_args(annotation)[1:]
+    scalar = get_args(dtype[0]) if dtype else ()
+    if scalar and isinstance(scalar[0], type) and issubclass(scalar[0], np.generic):  # Any is a class too
+        return scalar[0]
+    return None
 
 
 def _advice(item: object) -> str:
