@@ -1,0 +1,58 @@
+"""One packed forward pass: the log-probabilities of a micro-batch's trained tokens, and nothing more than they need.
+
+Takes a decoder and a `Batch`, gives tensors on the decoder's device. The last token of each sequence is never fed, and
+the vocabulary is looked at for trained tokens only. Does not know losses.
+Shape letters: T packed tokens, F of them fed, S sequences, N trained tokens.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from contraflow.model.attention import PackedPlan
+from contraflow.model.decoder import Decoder
+from contraflow.model.logprobs import token_logprobs
+from contraflow.model.router import RouterTape
+from contraflow.types import Batch
+
+
+class Fed(NamedTuple):
+    """What goes into the decoder for a batch, and where its answers are."""
+
+    tokens_F: Tensor  # int64
+    positions_F: Tensor  # int64
+    plan: PackedPlan
+    rows_N: Tensor  # int64: the fed token whose hidden state predicts each trained token
+    targets_N: Tensor  # int64
+
+
+class Scored(NamedTuple):
+    """fp32, differentiable: of the temperature-scaled full softmax."""
+
+    logprobs_N: Tensor
+    entropy_N: Tensor
+
+
+def feed(batch: Batch, device: torch.device) -> Fed:
+    """Lay a batch out for the decoder. Sequences have at least two tokens, and their first is not trained."""
+    lengths_S = np.diff(batch.starts)
+    keep_T = np.ones(batch.tokens.size, np.bool_)
+    keep_T[batch.starts[1:] - 1] = False
+    fed_starts = batch.starts - np.arange(batch.starts.size)
+    sequence_T = np.repeat(np.arange(lengths_S.size), lengths_S)
+    rows_N = np.flatnonzero(batch.mask) - 1 - sequence_T[batch.mask]
+    tokens_F, positions_F, targets_N = (
+        torch.from_numpy(x.astype(np.int64)).to(device)
+        for x in (batch.tokens[keep_T], batch.positions[keep_T], batch.tokens[batch.mask])
+    )
+    plan = PackedPlan.of(fed_starts.tolist(), device)
+    return Fed(tokens_F, positions_F, plan, torch.from_numpy(rows_N.astype(np.int64)).to(device), targets_N)
+
+
+def score(decoder: Decoder, fed: Fed, *, temperature: float, tape: RouterTape | None = None) -> Scored:
+    """Log-probability and entropy of every trained token under the decoder, at the temperature it was sampled with."""
+    hidden_FD = decoder(fed.tokens_F, fed.positions_F, fed.plan, tape=tape)
+    hidden_ND = hidden_FD.index_select(0, fed.rows_N)
+    return Scored(*token_logprobs(hidden_ND, decoder.head, fed.targets_N, temperature=temperature))

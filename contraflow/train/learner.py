@@ -1,0 +1,213 @@
+"""One trainer rank without its wires: groups in, a published version out; cuts on demand.
+
+Takes the recipe's training sections and a `Place`; gives step reports, manifests and checkpoints. Everything here is
+synchronous and runs in one thread. Does not fetch groups or answer calls: that is worker.py.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from contraflow import config
+from contraflow.algo.drift import age_report
+from contraflow.model.decoder import Decoder
+from contraflow.model.folder import load_folder, read_config
+from contraflow.model.tokenizer import Tokenizer
+from contraflow.telemetry import Account, Journal
+from contraflow.train import checkpoint
+from contraflow.train.batcher import samples
+from contraflow.train.optimizer import Optimizer
+from contraflow.train.records import episode_records, write_aside
+from contraflow.train.report import StepReport
+from contraflow.train.step import Outcome, TrainStep
+from contraflow.types import Episode, Group, Manifest, Sample, Take, Version
+from contraflow.weights import open_carrier
+from contraflow.weights.probe import make_probe, probe_prompts
+from contraflow.weights.publish import Publisher
+
+# The newest, its predecessor for roll-back, and two that a slow engine may still be fetching.
+KEPT_VERSIONS = 4
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and for whom a trainer works."""
+
+    model_folder: str  # the run's starting model, and the reference of the KL term
+    run_folder: str
+    seed: int
+    line: int
+    temperature: float  # the rollout's
+    keep_episodes: int  # groups a step written to RUN/episodes.jsonl
+    resume: str | None = None  # a cut to go on from
+    threaded: bool = False  # heavy work in a thread, so that calls are answered meanwhile; off where runs must repeat
+
+
+class Learner:
+    """Invariant: `version n` is published from weights that contain exactly the steps below n of this line."""
+
+    def __init__(
+        self, account: Account, *, train: config.Train, loss: config.Loss, weights: config.Weights, place: Place
+    ) -> None:
+        self.account = account
+        self.steps = 0
+        self._train, self._loss, self._weights, self._place = train, loss, weights, place
+        self._run = Path(place.run_folder)
+        self._tokenizer = Tokenizer.load(Path(place.model_folder))
+        self._decoder, self.optimizer = _open(place, train)
+        reference = load_folder(Path(place.model_folder)).requires_grad_(False) if loss.kl_weight > 0 else None
+        self._step = TrainStep(
+            self._decoder,
+            self.optimizer,
+            account,
+            train=train,
+            loss=loss,
+            temperature=place.temperature,
+            reference=reference,
+        )
+        self._prompts = probe_prompts(
+            self._decoder.config.vocab,
+            prompts=weights.probe_prompts,
+            tokens=weights.probe_tokens,
+            seed=place.seed % 2**63,
+        )
+        self._publisher = Publisher(open_carrier(weights, self._run), keep=KEPT_VERSIONS)
+        self._journal = Journal(self._run / "episodes.jsonl")
+
+    def learn(self, take: Take, groups: Sequence[Group]) -> StepReport:
+        """Train on the groups of a take and publish version `take.step + 1`.
+
+        A step that could not be applied publishes the weights of before. Raises TrainingError when `groups` are not
+        those of the take, CarrierError or BlobError when the version cannot be published.
+        """
+        before = self.account.seconds()
+        with self.account.charge("batch"):
+            by_group = samples(groups, take.groups, advantages=self._loss.advantages)
+            outcome = self._step.run(by_group, step=take.step, seed=self._place.seed)
+        with self.account.charge("record"):
+            bad_batch = self._set_aside(take.step, outcome) if outcome.fault else ""
+            self._record(groups, take.step)
+        manifest = self.publish(take.step + 1)
+        self.steps += 1
+        after = self.account.seconds()
+        return _report(
+            take.step,
+            groups,
+            by_group,
+            outcome,
+            manifest=manifest,
+            bad_batch=bad_batch,
+            seconds={cause: after[cause] - before.get(cause, 0.0) for cause in after},
+        )
+
+    def publish(self, n: int) -> Manifest:
+        """Publish the weights as they are, as version `n` of this line."""
+        with self.account.charge("publish"):
+            return self._publisher.publish(
+                self._decoder.state_dict(),
+                version=Version(self._place.line, n),
+                model=self._decoder.config.digest(),
+                probe=make_probe(self._decoder, self._prompts, self._weights.probe_tolerance),
+                chunk_bytes=self._weights.chunk_bytes,
+            )
+
+    def save(self, step: int) -> Path:
+        """A cut of the state before step `step`; gives its folder. Raises CheckpointError."""
+        cut = checkpoint.Cut(
+            line=self._place.line,
+            step=step,
+            updates=self.optimizer.updates,
+            seed=self._place.seed,
+            model=self._decoder.config.digest(),
+            recipe=recipe_digest(self._train, self._loss, self._place.temperature),
+        )
+        with self.account.charge("save"):
+            return checkpoint.save(
+                self._run / "checkpoints",
+                cut,
+                decoder=self._decoder,
+                moments=self.optimizer.moments(),
+                companions=Path(self._place.model_folder),
+                keep=self._train.keep_checkpoints,
+            )
+
+    def close(self) -> None:
+        """Remove the published versions and close the journal."""
+        self._journal.close()
+        self._publisher.close()
+
+    def _set_aside(self, step: int, outcome: Outcome) -> str:
+        path = self._run / "bad_batches" / f"line-{self._place.line}-step-{step}.npz"
+        write_aside(path, outcome.bad, outcome.fault)
+        return str(path)
+
+    def _record(self, groups: Sequence[Group], step: int) -> None:
+        keep, kind = self._place.keep_episodes, self._loss.advantages
+        for record in episode_records(groups, self._tokenizer, step=step, keep=keep, advantages=kind):
+            self._journal.write(record)
+
+
+def recipe_digest(train: config.Train, loss: config.Loss, temperature: float) -> str:
+    """Of the settings that decide the training arithmetic; how often to save is not one of them."""
+    incidental = {"checkpoint_every", "keep_checkpoints", "step_deadline_s"}
+    text = f"{train.model_dump_json(exclude=incidental)}{loss.model_dump_json()}{temperature!r}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _open(place: Place, train: config.Train) -> tuple[Decoder, Optimizer]:
+    folder = Path(place.model_folder)
+    if place.resume is None:
+        decoder = load_folder(folder)
+        return decoder, Optimizer(decoder, train)
+    loaded = checkpoint.load(Path(place.resume), expected_model=read_config(folder).digest())
+    optimizer = Optimizer(loaded.decoder, train)
+    optimizer.load(loaded.moments, loaded.cut.updates)
+    return loaded.decoder, optimizer
+
+
+def _report(
+    step: int,
+    groups: Sequence[Group],
+    by_group: Sequence[Sequence[Sample]],
+    outcome: Outcome,
+    *,
+    manifest: Manifest,
+    bad_batch: str,
+    seconds: dict[str, float],
+) -> StepReport:
+    episodes = [episode for group in groups for episode in group.episodes]
+    usable = [episode for episode in episodes if not episode.failed]
+    versions = [sample.versions[sample.mask] for group in by_group for sample in group]
+    versions_N = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *versions]))
+    ages = age_report(versions_N, step)
+    return StepReport(
+        step=step,
+        manifest=manifest,
+        applied=not outcome.fault,
+        fault=outcome.fault,
+        bad_batch=bad_batch,
+        groups=len(groups),
+        episodes=len(usable),
+        failed=len(episodes) - len(usable),
+        reward=_mean([episode.reward for episode in usable]),
+        parts=_part_means(usable),
+        trained_tokens=versions_N.numel(),
+        age_mean=ages.mean,
+        age_max=ages.high,
+        seconds=seconds,
+        **outcome.numbers._asdict(),
+    )
+
+
+def _part_means(episodes: Sequence[Episode]) -> dict[str, float]:
+    names = sorted({name for episode in episodes for name in episode.parts})
+    return {name: _mean([episode.parts[name] for episode in episodes if name in episode.parts]) for name in names}
+
+
+def _mean(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else 0.0

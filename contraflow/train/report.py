@@ -1,0 +1,55 @@
+"""What the trainer tells about a step and about itself; plain numbers that travel between processes and into JSON.
+
+Does not compute anything. Shape letters: M MoE layers, E experts.
+"""
+
+import msgspec
+
+from contraflow.types import Manifest
+
+
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One step: what went in, what the updates saw, what came out. Every number is finite.
+
+    When `applied` is false the weights are those of before, published again as the step's version; `fault` says why,
+    `bad_batch` names the file the batch was written to, and the numbers of the updates are zero. A step without any
+    credit to give (no groups, or all advantages zero and no other loss) is applied without an update.
+    """
+
+    step: int
+    manifest: Manifest
+    applied: bool
+    fault: str = ""
+    bad_batch: str = ""
+    groups: int
+    episodes: int  # that did not fail
+    failed: int
+    reward: float  # mean over episodes that did not fail
+    parts: dict[str, float]  # the same, by part of the reward
+    updates: int  # applied in this step
+    trained_tokens: int  # of one pass over the take
+    loss: float  # mean over the updates, as are the numbers below
+    kl: float  # k3 estimate to the reference model; 0 without one
+    balance: float  # load-balancing loss of the router before its weight; 0 when it has none
+    entropy: float  # of the temperature-scaled policy, nats per trained token
+    ratio_mean: float  # of the new to the behaviour policy, over trained tokens
+    ratio_low: float
+    ratio_high: float
+    clipped_low: float  # share of tokens whose gradient the lower, the upper clip removed
+    clipped_high: float
+    behaviour_kl: float  # k3 estimate of KL(behaviour, new)
+    grad_norm: float  # before clipping
+    learning_rate: float  # of the last update
+    age_mean: float  # of trained tokens, in steps
+    age_max: int
+    expert_loads: tuple[tuple[int, ...], ...]  # [M][E] tokens given to each expert, over all updates
+    seconds: dict[str, float]  # of this step, by cause
+
+
+class TrainReport(msgspec.Struct, frozen=True):
+    """The trainer now: what it does, and its seconds by cause since it started; they sum to the wall clock."""
+
+    doing: str
+    seconds: dict[str, float]
+    step: int  # steps done by this process
+    updates: int  # optimizer updates applied since the run began

@@ -1,0 +1,192 @@
+"""The arithmetic of one step: e epochs of m updates over one take, each update packed into micro-batches.
+
+Takes samples by group, moves the weights, gives the numbers. A loss or gradient that is not finite undoes the whole
+step. Does not fetch, publish, save or report. Shape letters: T packed tokens, N trained tokens.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from contraflow import config
+from contraflow.algo.drift import ratio_report
+from contraflow.algo.loss import kl_loss, policy_loss
+from contraflow.errors import ConfigError, TrainingError
+from contraflow.model.decoder import Decoder
+from contraflow.telemetry import Account
+from contraflow.train.batcher import pack, split
+from contraflow.train.forward import Fed, Scored, score
+from contraflow.train.optimizer import Optimizer
+from contraflow.train.update import Updated, Updater
+from contraflow.types import Batch, Float32, Sample
+
+
+class Numbers(NamedTuple):
+    """What the updates of a step saw; means over the updates, zero when there were none. Named as in `StepReport`."""
+
+    updates: int = 0
+    loss: float = 0.0
+    kl: float = 0.0
+    balance: float = 0.0
+    entropy: float = 0.0
+    ratio_mean: float = 0.0
+    ratio_low: float = 0.0
+    ratio_high: float = 0.0
+    clipped_low: float = 0.0
+    clipped_high: float = 0.0
+    behaviour_kl: float = 0.0
+    grad_norm: float = 0.0
+    learning_rate: float = 0.0
+    expert_loads: tuple[tuple[int, ...], ...] = ()
+
+
+class Outcome(NamedTuple):
+    """How a step went. `fault` is empty when it was applied; otherwise `bad` is the update that was refused."""
+
+    numbers: Numbers
+    fault: str = ""
+    bad: tuple[Batch, ...] = ()
+
+
+class _Seen(NamedTuple):
+    """What one micro-batch's forward pass showed, detached."""
+
+    logprobs_N: Tensor
+    behaviour_N: Tensor
+    advantages_N: Tensor
+    entropy_N: Tensor
+    kl: Tensor
+
+
+class TrainStep:
+    """Invariant: `run` moves the weights by all updates of a step, or by none of them, bit for bit.
+
+    `temperature` is the rollout's: behaviour log-probabilities are of the temperature-scaled softmax, and the ratio
+    compares like with like. `reference` is the frozen model of the KL term.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        optimizer: Optimizer,
+        account: Account,
+        *,
+        train: config.Train,
+        loss: config.Loss,
+        temperature: float,
+        reference: Decoder | None = None,
+    ) -> None:
+        if loss.kl_weight > 0 and reference is None:
+            raise ConfigError(f"loss.kl_weight = {loss.kl_weight} needs a reference model, and none was given")
+        self._optimizer = optimizer
+        self._account = account
+        self._train = train
+        self._loss = loss
+        self._temperature = temperature
+        self._reference = reference
+        self._updater = Updater(
+            decoder, optimizer, account, temperature=temperature, balance_weight=loss.balance_weight
+        )
+
+    def run(self, by_group: Sequence[Sequence[Sample]], *, step: int, seed: int) -> Outcome:
+        """Train on one take. Updates share the groups evenly, in an order drawn from (seed, step, epoch).
+
+        An update with no credit to give, and no other loss, is left out: momentum alone must not move the weights.
+        """
+        train, seen = self._train, list[_Seen]()
+        done: list[Updated] = []
+        before = self._optimizer.snapshot() if train.epochs * train.updates > 1 else None
+        for epoch in range(train.epochs):
+            for part in split(len(by_group), train.updates, seed=(seed, step, epoch)):
+                chosen = [sample for index in part for sample in by_group[index]]
+                if not self._teaches(chosen):
+                    continue
+                batches = self._pack(chosen)
+                try:
+                    done.append(self._updater.update(batches, lambda *given: self._objective(seen, *given)))
+                except TrainingError as fault:
+                    if before is not None:
+                        self._optimizer.restore(before)
+                    return Outcome(Numbers(), f"{fault}{_suspicion(batches)}", tuple(batches))
+        return Outcome(_numbers(done, seen, self._loss) if done else Numbers())
+
+    def _teaches(self, chosen: Sequence[Sample]) -> bool:
+        other_losses = self._loss.kl_weight > 0 or self._loss.balance_weight > 0
+        return any(other_losses or bool(sample.advantages.any()) for sample in chosen)
+
+    def _pack(self, chosen: Sequence[Sample]) -> list[Batch]:
+        with self._account.charge("batch"):
+            return pack(chosen, tokens_per_batch=self._train.tokens_per_batch, reduction=self._loss.reduction)
+
+    def _objective(self, seen: list[_Seen], batch: Batch, fed: Fed, scored: Scored) -> Tensor:
+        section, logprobs_N = self._loss, scored.logprobs_N
+        behaviour_N, advantages_N, weights_N = (
+            self._trained(values_T, batch) for values_T in (batch.behaviour, batch.advantages, batch.weights)
+        )
+        loss = policy_loss(
+            logprobs_N,
+            behaviour_N,
+            advantages_N,
+            weights_N,
+            clip_low=section.clip_low,
+            clip_high=section.clip_high,
+        )
+        kl = torch.zeros_like(loss)
+        if self._reference is not None and section.kl_weight > 0:
+            with torch.no_grad():
+                reference_N = score(self._reference, fed, temperature=self._temperature).logprobs_N
+            kl = kl_loss(logprobs_N, reference_N, weights_N)
+            loss = loss + section.kl_weight * kl
+        seen.append(_Seen(logprobs_N.detach(), behaviour_N, advantages_N, scored.entropy_N.detach(), kl.detach()))
+        return loss
+
+    def _trained(self, values_T: Float32, batch: Batch) -> Tensor:
+        return torch.from_numpy(values_T[batch.mask]).to(self._updater.device)
+
+
+def _numbers(done: Sequence[Updated], seen: Sequence[_Seen], section: config.Loss) -> Numbers:
+    ratios = ratio_report(
+        _joined(part.logprobs_N for part in seen),
+        _joined(part.behaviour_N for part in seen),
+        _joined(part.advantages_N for part in seen),
+        clip_low=section.clip_low,
+        clip_high=section.clip_high,
+    )
+    loads = [update.loads_ME for update in done if update.loads_ME is not None]
+    return Numbers(
+        updates=len(done),
+        loss=_mean(update.loss for update in done),
+        kl=float(torch.stack([part.kl for part in seen]).sum()) / len(done),
+        balance=_mean(update.balance for update in done),
+        entropy=float(_joined(part.entropy_N for part in seen).mean()),
+        ratio_mean=ratios.mean,
+        ratio_low=ratios.low,
+        ratio_high=ratios.high,
+        clipped_low=ratios.clipped_low,
+        clipped_high=ratios.clipped_high,
+        behaviour_kl=ratios.kl,
+        grad_norm=_mean(update.applied.grad_norm for update in done),
+        learning_rate=done[-1].applied.learning_rate,
+        expert_loads=tuple(tuple(row) for row in torch.stack(loads).sum(0).tolist()) if loads else (),
+    )
+
+
+def _suspicion(batches: Sequence[Batch]) -> str:
+    """What in the batch itself explains a loss that is not finite, if anything does."""
+    if not all(np.isfinite(batch.advantages).all() for batch in batches):
+        return ": an advantage is not finite, so a reward was not"
+    if not all(np.isfinite(batch.behaviour).all() for batch in batches):
+        return ": a behaviour log-probability is not finite"
+    return ""
+
+
+def _joined(parts: Iterable[Tensor]) -> Tensor:
+    return torch.cat(list(parts))
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed)

@@ -1,0 +1,104 @@
+"""The trainer as a worker: fetches the groups of a take, has them learned, and answers while that goes on.
+
+Takes calls from the loop and payloads from the buffer, worker to worker; gives reports and manifests, which are small.
+Does not compute: that is learner.py.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from contraflow import config
+from contraflow.buffer.service import Buffer
+from contraflow.errors import ConfigError
+from contraflow.runtime.base import Address, Host, Ref, Rendezvous
+from contraflow.telemetry import Account
+from contraflow.train.learner import Learner, Place
+from contraflow.train.report import StepReport, TrainReport
+from contraflow.types import Group, Manifest, Take
+
+__all__ = ["Place", "StepReport", "TrainReport", "Trainer", "make_trainer"]
+
+T = TypeVar("T")
+
+
+class Trainer:
+    """One rank. Invariant: at most one of step, publish and save runs at a time, and only it touches the learner.
+
+    With `place.threaded` the work runs in one thread of its own, and `report` answers meanwhile. Without, it holds the
+    event loop: an inline run then interleaves the same way every time, and is bit-equal from its seed.
+    """
+
+    def __init__(self, learner: Learner, buffer: Ref[Buffer], *, threaded: bool, fetch_deadline_s: float) -> None:
+        self._learner = learner
+        self._buffer = buffer
+        self._fetch_deadline_s = fetch_deadline_s
+        self._turn = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="learn") if threaded else None
+        learner.account.switch("wait")
+
+    async def step(self, take: Take) -> StepReport:
+        """Train on the groups of `take` and publish version `take.step + 1`. See `StepReport` for bad batches."""
+        async with self._turn:
+            groups = await self._fetch(take)
+            return await self._work(lambda: self._learner.learn(take, groups))
+
+    async def publish(self, n: int) -> Manifest:
+        """Publish the weights as they are, as version `n`: what engines start from."""
+        async with self._turn:
+            return await self._work(lambda: self._learner.publish(n))
+
+    async def save(self, step: int) -> str:
+        """A cut of the state before step `step`; gives its folder. Raises CheckpointError, earlier cuts untouched."""
+        async with self._turn:
+            return str(await self._work(lambda: self._learner.save(step)))
+
+    async def report(self) -> TrainReport:
+        """What it does now, and where its seconds went."""
+        account = self._learner.account
+        return TrainReport(
+            doing=account.cause,
+            seconds=account.seconds(),
+            step=self._learner.steps,
+            updates=self._learner.optimizer.updates,
+        )
+
+    async def close(self) -> None:
+        """Wait for what runs, then remove the published versions."""
+        async with self._turn:
+            await self._work(self._learner.close)
+            if self._thread is not None:
+                self._thread.shutdown()
+
+    async def _fetch(self, take: Take) -> list[Group]:
+        if not take.groups:
+            return []
+        with self._learner.account.charge("fetch"):
+            return await self._buffer.call(self._fetch_deadline_s, Buffer.fetch, take.groups)
+
+    async def _work(self, work: Callable[[], T]) -> T:
+        if self._thread is None:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def make_trainer(
+    host: Host,
+    *,
+    rendezvous: Rendezvous,
+    train: config.Train,
+    loss: config.Loss,
+    weights: config.Weights,
+    place: Place,
+    buffer: Address,
+) -> Trainer:
+    """A trainer of one rank, its model loaded (from `place.resume`, if given) and its carrier claimed.
+
+    Raises ConfigError, ModelError, CheckpointError, CarrierError.
+    """
+    if rendezvous.world != 1:
+        raise ConfigError(f"a trainer of {rendezvous.world} ranks was asked for; this one trains on a single rank")
+    account = Account(host.clock)
+    learner = Learner(account, train=train, loss=loss, weights=weights, place=place)
+    return Trainer(learner, host.connect(buffer), threaded=place.threaded, fetch_deadline_s=train.step_deadline_s)
