@@ -56,7 +56,5 @@ class ReferenceDispatch:
             raise DispatchError("this dispatch handle was combined before; dispatch again")
         check_rows(y_RD, len(handle.tokens))
         handle.used = True
-        sums = [y_RD.new_zeros(y_RD.shape[1]) for _ in range(handle.total)]
-        for row, token in enumerate(handle.tokens):
-            sums[token] = sums[token] + y_RD[row]
-        return torch.stack(sums) if sums else y_RD[:0]
+        tokens = torch.tensor(handle.tokens, dtype=torch.int64, device=y_RD.device)
+        return y_RD.new_zeros(handle.total, y_RD.shape[1]).index_add(0, tokens, y_RD)
