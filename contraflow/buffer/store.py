@@ -106,17 +106,16 @@ class Store:
     def start(self, group: int, attempt: int, version: Version) -> None:
         """The first token of a group is about to be sampled by `version`.
 
-        Raises EngineError, and poses the group again, when the engine lags: it serves a version of a dead line, or one
-        older than was served anywhere when the ticket was given.
+        Raises EngineError when the engine lags: `version` is of a dead line, or older than what was served when the
+        ticket was given. Nothing has changed then, and the ticket is good for another engine, or for this one later.
         """
         entry = self._find(group, attempt)
         if entry is None:
             return
         if version.line != self.line or version.n < entry.oldest:
-            self._repose(entry, "dead_line" if version.line != self.line else "lagging")
             raise EngineError(
-                f"group {group} was to start under version {version}, but version {self._version(entry.oldest)} was"
-                " already served when it got its ticket; refresh that engine before it is given a group"
+                f"group {group} was to start under version {version}, but {self._version(entry.oldest)} was already"
+                " served when it got its ticket; refresh this engine, or give the ticket to one that is not behind"
             )
         entry.oldest = version.n
         self._record(Event(Kind.STARTED, group, attempt, version=version))
@@ -240,10 +239,10 @@ class Store:
         """What `choose` waits for."""
         decision = self._window.decide(self.step, self._ready.values(), self._running.values())
         age = "" if decision.up_to is None else f" of version <= {self._version(decision.up_to)}"
-        running = ", ".join(map(str, sorted(decision.among))) or "none"
         return (
-            f"step {self.step}: {decision.missing} more groups{age} (running: {running}; ready: {len(self._ready)};"
-            f" waiting: {len(self._waiting)}; tickets free: {self.tickets.free})"
+            f"{decision.missing} more {'group' if decision.missing == 1 else 'groups'}{age} for step {self.step}"
+            f" (running: {_listed(decision.among)}; ready: {len(self._ready)}; to be posed again: {len(self._waiting)};"
+            f" tickets free: {self.tickets.free}; newest served: {self._version(self.tickets.served)})"
         )
 
     def _settle(self, entry: Entry, payload: Group, oldest: Version, newest: Version) -> None:
@@ -296,3 +295,9 @@ class Store:
 
 def _equal_rewards(episodes: Sequence[Episode]) -> bool:
     return len({episode.reward for episode in episodes}) <= 1
+
+
+def _listed(groups: Sequence[int]) -> str:
+    """Up to twenty ids, lowest first."""
+    shown = ", ".join(map(str, sorted(groups)[:20])) or "none"
+    return shown if len(groups) <= 20 else f"{shown} and {len(groups) - 20} more"
