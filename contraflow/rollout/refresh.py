@@ -85,7 +85,7 @@ class Refresher:
 
     def close(self) -> None:
         """Let go of the memory of every version. The engine must not be asked to swap after this."""
-        self._held.clear()
+        self._let_go(list(self._held))
 
     async def _bring(self, manifest: Manifest) -> RefreshReport:
         version, began = manifest.version, self._clock()
@@ -97,6 +97,7 @@ class Refresher:
         fetch_s, nbytes = self._clock() - began, total_bytes(manifest.tensors)
         overtaken = self._skipped(version)
         if overtaken is not None:
+            fetched.close()
             return msgspec.structs.replace(overtaken, bytes=nbytes, fetch_s=fetch_s)
         stall_s = await self._swap(fetched)
         return RefreshReport(version=version, bytes=nbytes, fetch_s=fetch_s, stall_s=stall_s, served=True)
@@ -113,12 +114,17 @@ class Refresher:
         try:
             stall_s = await self._engine.swap(manifest.version, fetched.tensors, manifest.probe)
         except CarrierError as fault:
-            self._held.remove(fetched)
+            self._let_go([fetched])
             raise CarrierError(
                 f"version {manifest.version} is refused and {self._engine.version} still served: {fault}"
             ) from fault
-        self._held = [fetched]
+        self._let_go(self._held[:-1])
         return stall_s
+
+    def _let_go(self, versions: list[Fetched]) -> None:
+        for fetched in versions:
+            self._held.remove(fetched)
+            fetched.close()  # not left to the last reference: tracebacks and futures hold some for long
 
     def _skipped(self, version: Version) -> RefreshReport | None:
         """Why `version` need not be brought, if it need not."""

@@ -37,29 +37,20 @@ class MemoryCarrier:
 
     def __init__(self, root: Path, run_id: str, *, lanes: int = 2) -> None:
         self.lanes = lanes
-        self._folder = root / f"contraflow-{run_id}"
+        self.folder = root / f"contraflow-{run_id}"
         self._claimed: int | None = None  # descriptor that holds the lock on the folder
 
     def claim(self) -> None:
         """Lock the folder, which the kernel undoes however this process ends, and empty it."""
         if self._claimed is not None:
             return
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise CarrierError(
-                f"{self._folder} belongs to a publisher that is alive; stop that run, or give this one another run id"
-            ) from None
-        self._claimed = descriptor
-        for left in self._folder.iterdir():
+        self._claimed = _lock(self.folder)
+        for left in self.folder.iterdir():
             left.unlink()
 
     def create(self, version: Version, nbytes: int, chunk_bytes: int) -> "_MemorySink":
         if self._claimed is None:
-            raise CarrierError(f"cannot write version {version}: only a publisher that claimed {self._folder} may")
+            raise CarrierError(f"cannot write version {version}: only a publisher that claimed {self.folder} may")
         return _MemorySink(self._weights(version), self._manifest(version), nbytes, chunk_bytes)
 
     def open(self, manifest: Manifest) -> "_MemorySource":
@@ -76,7 +67,7 @@ class MemoryCarrier:
             raise VersionGone(f"version {manifest.version} was retired from {path} just now") from None
 
     def versions(self) -> list[Version]:
-        found = (parse_version(path.name.removesuffix(".manifest")) for path in self._folder.glob("*.manifest"))
+        found = (parse_version(path.name.removesuffix(".manifest")) for path in self.folder.glob("*.manifest"))
         return sorted(version for version in found if version is not None)
 
     def manifest(self, version: Version) -> Manifest:
@@ -94,16 +85,16 @@ class MemoryCarrier:
     def close(self) -> None:
         if self._claimed is None:
             return
-        if self._folder.exists():
-            shutil.rmtree(self._folder)
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
         os.close(self._claimed)
         self._claimed = None
 
     def _weights(self, version: Version) -> Path:
-        return self._folder / f"{version}.weights"
+        return self.folder / f"{version}.weights"
 
     def _manifest(self, version: Version) -> Path:
-        return self._folder / f"{version}.manifest"
+        return self.folder / f"{version}.manifest"
 
 
 class _MemorySink:
@@ -134,8 +125,12 @@ class _MemorySink:
 
     def commit(self, manifest: Manifest) -> None:
         partial = self._manifest.with_suffix(".partial")
-        partial.write_bytes(encode_manifest(manifest))
-        partial.rename(self._manifest)  # a manifest is seen whole or not at all
+        data = encode_manifest(manifest)
+        try:
+            partial.write_bytes(data)
+            partial.rename(self._manifest)  # a manifest is seen whole or not at all
+        except OSError as fault:
+            raise CarrierError(_no_room(self._manifest, len(data), fault)) from fault
         self._bytes_B = torch.empty(0, dtype=torch.uint8)  # from here on nobody has it mapped for writing
 
     def discard(self) -> None:
@@ -160,6 +155,28 @@ class _MemorySource:
         start, end = self._spans[index]
         found: Bytes = self.bytes_B[start:end].numpy()  # short or empty where the file was truncated
         return found
+
+
+def _lock(folder: Path) -> int:
+    """Make `folder` this process's own; the descriptor that holds the lock on it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as fault:
+        raise CarrierError(f"cannot use {folder} for shared memory: {fault}") from fault
+    try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise CarrierError(f"{folder} belongs to another user; give this run another run id")
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise CarrierError(
+            f"{folder} belongs to a publisher that is alive; stop that run, or give this one another run id"
+        ) from None
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def _allocate(descriptor: int, nbytes: int) -> torch.Tensor:

@@ -71,6 +71,18 @@ def test_a_second_publisher_of_a_run_is_refused_while_the_first_lives(carrier: M
     second.close()
 
 
+def test_a_folder_of_somebody_else_or_none_at_all_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "contraflow-file").write_text("in the way")
+    with pytest.raises(CarrierError, match=r"cannot use .*contraflow-file"):
+        MemoryCarrier(tmp_path, "file").claim()
+    theirs = tmp_path / "contraflow-theirs"
+    theirs.mkdir()
+    if os.geteuid() == 0:  # only root can make a folder somebody else's
+        os.chown(theirs, 12345, 12345)
+        with pytest.raises(CarrierError, match="another user"):
+            MemoryCarrier(tmp_path, "theirs").claim()
+
+
 def test_claiming_twice_is_one_claim(carrier: MemoryCarrier) -> None:
     manifest = send(carrier)
     carrier.claim()
