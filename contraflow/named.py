@@ -47,10 +47,18 @@ def _load(place: str, *, what: str, name: str) -> ModuleType:
 
 
 def _load_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    """The module of a file, loaded once: by its full path, since two files may have the same name."""
+    name = str(path.resolve())
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, name)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses and pickling look their module up by name
-    spec.loader.exec_module(module)
+    sys.modules[name] = module  # before it runs: dataclasses look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module

@@ -116,7 +116,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     stop: StopReason
     reward: float  # weighted sum of the parts
     parts: dict[str, float] = {}
-    error: str = ""  # set when stop is one of the *_ERROR reasons; such an episode is never trained
+    error: str = ""  # set when stop is ABORTED or one of the *_ERROR reasons; such an episode is never trained
     routes: Routes | None = None  # [L - 1, M, K]
 
     @property
