@@ -39,15 +39,17 @@ def run(
     from contraflow.config import load_recipe
     from contraflow.errors import RunFolderError
     from contraflow.run import run_recipe
-    from contraflow.view.live import open_view
+    from contraflow.view.live import open_view, run_title
+    from contraflow.view.report import write_report
 
     if resume and folder is None:
         raise RunFolderError("--resume needs --folder: which run should go on?")
     place = folder or Path("runs") / f"{recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     settings = load_recipe(recipe, overrides or [])
-    with open_view(settings, place, live=sys.stdout.isatty() and not plain) as view:
+    with open_view(run_title(recipe.name, place), live=sys.stdout.isatty() and not plain) as view:
         outcome = run_recipe(settings, place, resume=resume, clock=time.monotonic, view=view)
-        view.end(outcome)
+        view.end(outcome.told(place))
+    typer.echo(f"wrote {write_report(place)}")
 
 
 @app.command()

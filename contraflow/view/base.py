@@ -1,4 +1,4 @@
-"""What a view is shown: one snapshot of the whole run, made once a second and after every step.
+"""What a view is shown: one snapshot of the whole run, made once a second and at the end.
 
 Does not gather or draw: contraflow/run.py gathers, the views draw.
 """
@@ -41,11 +41,7 @@ class View(Protocol):
     """Where snapshots go."""
 
     def show(self, snapshot: Snapshot) -> None:
-        """A second has passed."""
-        ...
-
-    def step(self, snapshot: Snapshot) -> None:
-        """A step has ended."""
+        """A second has passed, or the run has ended."""
         ...
 
     def end(self, outcome: str) -> None:

@@ -1,4 +1,4 @@
-"""The terminal: a live page when it is a terminal, one plain line per step when it is not.
+"""The terminal: a live page when it is a terminal, plain lines (at most one a second) when it is not.
 
 Takes snapshots, draws them with rich. Does not gather anything, and does not touch the run.
 """
@@ -32,19 +32,25 @@ def open_view(title: str, *, live: bool, console: Console | None = None) -> Iter
 
 
 class PlainView:
-    """One line per step: readable in a log file, a pipe or CI."""
+    """A line when steps were done: readable in a log file, a pipe or CI."""
 
     def __init__(self, title: str, console: Console) -> None:
         self._console = console
-        self._noted = ""
+        self._noted, self._step = "", -1
         self._print(title)
 
     def show(self, snapshot: Snapshot) -> None:
         if snapshot.note and snapshot.note != self._noted:
             self._noted = snapshot.note
             self._print(f"! {snapshot.note}")
+        if snapshot.step != self._step and snapshot.rewards:
+            self._step = snapshot.step
+            self._line(snapshot)
 
-    def step(self, snapshot: Snapshot) -> None:
+    def end(self, outcome: str) -> None:
+        self._print(outcome)
+
+    def _line(self, snapshot: Snapshot) -> None:
         accuracy = f"{snapshot.accuracies[-1]:.3f}" if snapshot.accuracies else "-"
         self._print(
             f"step {snapshot.step:4d}/{snapshot.steps}  reward {snapshot.rewards[-1]:6.3f}  held-out {accuracy}  "
@@ -52,9 +58,6 @@ class PlainView:
             f"rollout {snapshot.rollout_tokens_s:,.0f} tok/s  train {snapshot.train_tokens_s:,.0f} tok/s  "
             f"tickets {snapshot.tickets_busy}/{snapshot.tickets}  {_clock(snapshot.elapsed_s)}"
         )
-
-    def end(self, outcome: str) -> None:
-        self._print(outcome)
 
     def _print(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False)
@@ -72,9 +75,6 @@ class LiveView:
     def show(self, snapshot: Snapshot) -> None:
         self._last = snapshot
         self._page.update(draw(self._title, snapshot), refresh=True)
-
-    def step(self, snapshot: Snapshot) -> None:
-        self.show(snapshot)
 
     def end(self, outcome: str) -> None:
         body = [draw(self._title, self._last)] if self._last else []

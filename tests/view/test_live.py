@@ -55,12 +55,12 @@ def test_a_run_that_has_just_begun_can_be_drawn() -> None:
     assert "not yet" in page
 
 
-def test_a_pipe_gets_one_line_a_step_and_each_note_once() -> None:
+def test_a_pipe_gets_one_line_for_new_steps_and_each_note_once() -> None:
     console = Console(file=io.StringIO(), width=60)
     with open_view("title", live=False, console=console) as view:
+        view.show(snapshot(step=0, rewards=(), note="rollout-0 died"))
         view.show(snapshot(note="rollout-0 died"))
         view.show(snapshot(note="rollout-0 died"))
-        view.step(snapshot())
         view.end("done")
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines[:2] == ["title", "! rollout-0 died"]
@@ -71,6 +71,6 @@ def test_a_pipe_gets_one_line_a_step_and_each_note_once() -> None:
 def test_a_terminal_gets_the_page_and_its_end() -> None:
     console = Console(file=io.StringIO(), width=110, force_terminal=True)
     with open_view("title", live=True, console=console) as view:
-        view.step(snapshot())
+        view.show(snapshot())
         view.end("reward rose")
     assert "reward rose" in console.file.getvalue()  # type: ignore[attr-defined]

@@ -1,0 +1,292 @@
+"""The whole system on one page: groups flow one way, versions the other, and nobody waits longer than he must.
+
+    ask --ticket--> play x N --group--> (buffer) --take--> learn --manifest--> refresh --tickets come home--> ask
+
+| coroutine | waits for                         | woken by                                            |
+|-----------|-----------------------------------|-----------------------------------------------------|
+| `ask`     | a free ticket                     | `refresh`, or the buffer dropping a group           |
+| `play`    | an admitted group, a fresh engine | `ask`, `refresh`                                    |
+| `learn`   | P ready groups inside the window  | `play`                                              |
+| `refresh` | a newer manifest                  | `learn`                                             |
+| `mourn`   | a death                           | the runtime                                         |
+
+Payloads do not pass through here: rollout workers put into the buffer, the trainer fetches from it, engines fetch
+weights from a carrier; the loop moves ids. buffer/window.py decides which group may leave, train/ what is learned.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from contraflow.buffer.service import Buffer
+from contraflow.config import Recipe
+from contraflow.errors import CarrierError, DeadlineExceeded, TrainingError, WorkerDied
+from contraflow.rollout.worker import RolloutWorker
+from contraflow.system import System
+from contraflow.telemetry import Clock, Journal
+from contraflow.train.worker import StepReport, Trainer
+from contraflow.types import Manifest, Take, Ticket, Version
+
+CALL_S = 30.0  # deadline of a call that has nothing to wait for
+GRACE_S = 10.0  # the way there and back for a call that bounds its own wait
+MAX_DEATHS = 3  # deaths of one rollout worker without a finished group in between
+
+T = TypeVar("T")
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """How a run ended: steps done in all, the last held-out accuracy (-1: never looked), whether it was cut short."""
+
+    steps: int
+    accuracy: float
+    stopped: bool
+
+    def told(self, folder: Path) -> str:
+        """The outcome in a line or two."""
+        if self.stopped:
+            return f"stopped after {self.steps} steps; go on with --folder {folder} --resume"
+        looked = f", held-out accuracy {self.accuracy:.3f}" if self.accuracy >= 0 else ""
+        return f"done: {self.steps} steps{looked}; the model is in {folder}/checkpoints"
+
+
+@dataclass
+class Progress:
+    """How far a run has come; written by `Loop` only."""
+
+    steps: int  # done, earlier lines included
+    accuracy: float = -1.0
+    rewards: list[float] = field(default_factory=list)
+    accuracies: list[float] = field(default_factory=list)
+    trained_tokens: int = 0
+    age_mean: float = 0.0  # of the last step
+    age_max: int = 0  # of the run
+    note: str = ""  # the last thing worth a line
+
+
+class Loop:
+    """Runs a started `System` from its first step to its last.
+
+    Invariants: `newest` only grows. `served[name]` is a version that worker has proved. A worker starts a group only
+    while it serves the newest version that anyone serves: the window's proof rests on it (docs/staleness.md).
+    """
+
+    def __init__(self, system: System, recipe: Recipe, *, journal: Journal, clock: Clock) -> None:
+        self.system = system
+        self.recipe = recipe
+        self.journal = journal
+        self.clock = clock
+        self.newest: Manifest = system.manifest
+        self.served: dict[str, Version] = {}
+        self.progress = Progress(system.first_step)
+        self._stop = asyncio.Event()
+        self._admitted: asyncio.Queue[Ticket] = asyncio.Queue()
+        self._playing: dict[str, dict[int, Ticket]] = {}
+        self._deaths: dict[str, int] = {}
+        self._changed = asyncio.Condition()  # guards newest and served
+
+    def stop(self) -> None:
+        """Finish the step that is running, save, and end: what Ctrl-C asks for."""
+        self._stop.set()
+
+    async def run(self) -> Outcome:
+        """Play, learn and refresh until the last step, a stop, or the first failure that nobody below could mend."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tending = {name: tasks.create_task(self._tend(name)) for name in self.system.rollouts}
+                background = [tasks.create_task(self.ask()), tasks.create_task(self.mourn(tending, tasks))]
+                await self.learn()
+                for task in [*background, *tending.values()]:
+                    task.cancel()
+        except BaseExceptionGroup as failures:
+            raise _first(failures) from None
+        return Outcome(steps=self.progress.steps, accuracy=self.progress.accuracy, stopped=self._stop.is_set())
+
+    async def ask(self) -> None:
+        """Consumes free tickets, produces admitted groups."""
+        wait_s = self.recipe.run.stall_s
+        while True:
+            self._admitted.put_nowait(await self.system.buffer.call(wait_s + GRACE_S, Buffer.admit, wait_s))
+
+    async def play(self, name: str) -> None:
+        """Consumes admitted groups, produces ready ones in the buffer, by way of worker `name`."""
+        worker, playing = self.system.rollouts[name], self._playing[name]
+        while True:
+            await self._until(lambda: self._fresh(name), f"play on {name}", "its engine to serve the newest version")
+            ticket = await self._admitted.get()
+            playing[ticket.group] = ticket
+            try:
+                summary = await worker.call(self.recipe.rollout.group_deadline_s, RolloutWorker.run_group, ticket)
+            except DeadlineExceeded:
+                await self._lost(ticket, "deadline")
+            except WorkerDied:
+                return  # `mourn` hands back whatever this worker was playing
+            else:
+                self._deaths[name] = 0
+                if summary.lagging:  # a newer version got served elsewhere between the check and the start
+                    self._admitted.put_nowait(ticket)
+            del playing[ticket.group]
+
+    async def learn(self) -> None:
+        """Consumes takes of P groups, produces versions; ends with a cut that holds everything learned."""
+        bad, saved = 0, -1
+        last = self.recipe.run.steps
+        for step in range(self.system.first_step, last):
+            take = await self._unless_stopped(self._take(step))
+            if take is None:
+                break
+            report = await self._train(take)
+            bad = 0 if report.applied else bad + 1
+            if bad >= self.recipe.run.max_bad_steps:
+                await self._save(step)
+                raise TrainingError(f"{bad} steps in a row gave no finite loss; the batches are in bad_batches/")
+            if self.progress.steps % self.recipe.train.checkpoint_every == 0:
+                saved = await self._save(self.progress.steps)
+            if self.progress.accuracy >= self.recipe.run.stop_at_accuracy:
+                break
+        if saved != self.progress.steps:
+            await self._save(self.progress.steps)
+        if not self._stop.is_set():
+            await self._look_last()
+
+    async def refresh(self, name: str) -> None:
+        """Consumes manifests (only the newest), produces served versions and tickets that come home."""
+        worker, section = self.system.rollouts[name], self.recipe.weights
+        wait_s = self.recipe.run.stall_s + self.recipe.train.step_deadline_s
+        while True:
+            await self._until(lambda: self._behind(name), f"refresh of {name}", "a newer manifest", wait_s)
+            manifest = self.newest
+            report = await worker.call(section.refresh_deadline_s, RolloutWorker.refresh, manifest)
+            self._record("refresh", worker=name, **msgspec.to_builtins(report))
+            if not report.served and self.newest.version > manifest.version:
+                continue  # overtaken while it waited
+            if not report.served:
+                raise CarrierError(f"{name} refused version {manifest.version}: {report.reason}")
+            await self.system.buffer.call(CALL_S, Buffer.served, manifest.version)
+            await self._note(served=(name, manifest.version))
+            if self._look_due(name, manifest.version.n):
+                await self.look(name)
+
+    async def look(self, name: str) -> None:
+        """Held-out accuracy of the version that `name` serves: greedy, the same tasks every time."""
+        section = self.recipe.run
+        report = await self.system.rollouts[name].call(section.stall_s, RolloutWorker.evaluate, 0, section.eval_tasks)
+        self._record("eval", **msgspec.to_builtins(report))
+        self.progress.accuracy = report.accuracy
+        self.progress.accuracies.append(report.accuracy)
+
+    async def mourn(self, tending: dict[str, asyncio.Task[None]], tasks: asyncio.TaskGroup) -> None:
+        """Consumes deaths. A rollout worker is replaced and its groups posed again; any other death ends the run."""
+        while True:
+            death = await self.system.runtime.next_death()
+            name = death.worker
+            self._record("death", worker=name, detail=death.detail)
+            self.progress.note = str(death)
+            if name not in tending or self._deaths.get(name, 0) >= MAX_DEATHS:
+                raise death
+            self._deaths[name] = self._deaths.get(name, 0) + 1
+            tending[name].cancel()
+            self.served.pop(name, None)
+            for ticket in list(self._playing[name].values()):
+                await self._lost(ticket, "worker_died")
+            await self.system.start_rollout(name)
+            tending[name] = tasks.create_task(self._tend(name))
+
+    async def _tend(self, name: str) -> None:
+        self._playing[name] = {}
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.refresh(name))
+            for _ in range(self.recipe.rollout.concurrency):
+                tasks.create_task(self.play(name))
+
+    async def _take(self, step: int) -> Take:
+        wait_s = self.recipe.run.stall_s
+        return await self.system.buffer.call(wait_s + GRACE_S, Buffer.take, step, wait_s)
+
+    async def _train(self, take: Take) -> StepReport:
+        deadline_s = self.recipe.train.step_deadline_s
+        report = (await self.system.trainer.call(deadline_s, Trainer.step, take))[0]
+        await self.system.buffer.call(CALL_S, Buffer.trained, take.step, report.manifest.version)
+        self._count(report)
+        self._record("step", **{k: v for k, v in msgspec.structs.asdict(report).items() if k != "manifest"})
+        await self._note(newest=report.manifest)
+        return report
+
+    async def _save(self, step: int) -> int:
+        await self.system.trainer.call(self.recipe.run.stall_s, Trainer.save, step)
+        await self.system.buffer.call(CALL_S, Buffer.cut, step)
+        return step
+
+    async def _lost(self, ticket: Ticket, reason: str) -> None:
+        await self.system.buffer.call(CALL_S, Buffer.lost, ticket.group, ticket.attempt, reason)
+
+    def _fresh(self, name: str) -> bool:
+        return name in self.served and self.served[name] == max(self.served.values())
+
+    def _behind(self, name: str) -> bool:
+        return name not in self.served or self.served[name] < self.newest.version
+
+    def _look_due(self, name: str, n: int) -> bool:
+        run = self.recipe.run
+        return name == self._first and run.eval_tasks > 0 and n % run.eval_every == 0 and n < run.steps
+
+    async def _look_last(self) -> None:
+        first, final = self._first, self.newest.version
+        await self._until(lambda: self.served.get(first) == final, "learn", f"{first} to serve version {final}")
+        if self.recipe.run.eval_tasks > 0:
+            await self.look(first)
+
+    @property
+    def _first(self) -> str:
+        return min(self.system.rollouts)
+
+    async def _note(
+        self,
+        *,
+        newest: Manifest | None = None,
+        served: tuple[str, Version] | None = None,
+    ) -> None:
+        async with self._changed:
+            if newest is not None:
+                self.newest = newest
+            if served is not None:
+                self.served[served[0]] = served[1]
+            self._changed.notify_all()
+
+    async def _until(self, ready: Callable[[], bool], owner: str, cause: str, wait_s: float | None = None) -> None:
+        wait_s = wait_s or self.recipe.run.stall_s
+        try:
+            async with asyncio.timeout(wait_s), self._changed:
+                await self._changed.wait_for(ready)
+        except TimeoutError:
+            raise DeadlineExceeded(owner, cause, wait_s) from None
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        working, stopped = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else None
+        finally:
+            working.cancel()
+            stopped.cancel()
+
+    def _count(self, report: StepReport) -> None:
+        progress = self.progress
+        progress.steps = report.step + 1
+        progress.rewards.append(report.reward)
+        progress.trained_tokens += report.trained_tokens
+        progress.age_mean, progress.age_max = report.age_mean, max(progress.age_max, report.age_max)
+        if not report.applied:
+            progress.note = f"step {report.step} was not applied: {report.fault}; see {report.bad_batch}"
+
+    def _record(self, kind: str, **fields: Any) -> None:
+        self.journal.write({"kind": kind, "at": round(self.clock(), 3), **fields})
+
+
+def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The failure that started the others: task groups nest, and cancel siblings in the order they were struck."""
+    failure = failures.exceptions[0]
+    return _first(failure) if isinstance(failure, BaseExceptionGroup) else failure

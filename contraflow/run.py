@@ -1,0 +1,150 @@
+"""One run from start to end: opens the parts, runs the loop, feeds the view, turns Ctrl-C into a clean stop.
+
+Takes a checked recipe and a folder, gives an `Outcome`. RUN/metrics.jsonl gets a record per step, look, refresh and
+death from the loop, and from here one of every process's seconds a tick. Does not decide anything about the run.
+"""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from contraflow.buffer.service import Buffer
+from contraflow.buffer.store import Counts
+from contraflow.config import Recipe
+from contraflow.errors import DeadlineExceeded, WorkerDied
+from contraflow.loop import Loop, Outcome
+from contraflow.rollout.worker import RolloutWorker
+from contraflow.system import open_system
+from contraflow.telemetry import Clock, Journal
+from contraflow.train.worker import Trainer
+from contraflow.view.base import Snapshot, View, Worker
+
+TICK_S = 1.0  # between two snapshots
+ANSWER_S = 5.0  # a worker that takes longer to report is left out of one snapshot; its death is noticed elsewhere
+
+
+def run_recipe(recipe: Recipe, folder: Path, *, resume: bool, clock: Clock, view: View) -> Outcome:
+    """Run a recipe to its end, in this process and the workers it starts.
+
+    Raises: ConfigError, RunFolderError, ModelError before anything is trained; later WorkerDied (trainer or buffer),
+    DeadlineExceeded, TrainingError, CarrierError, CheckpointError. The folder can then be resumed from its last cut.
+    """
+    return asyncio.run(_run(recipe, folder, resume=resume, clock=clock, view=view))
+
+
+async def _run(recipe: Recipe, folder: Path, *, resume: bool, clock: Clock, view: View) -> Outcome:
+    async with open_system(recipe, folder, resume=resume, clock=clock) as system:
+        journal = Journal(folder / "metrics.jsonl")
+        loop = Loop(system, recipe, journal=journal, clock=clock)
+        watcher = Watcher(loop, journal, clock)
+        running = asyncio.ensure_future(loop.run())
+        try:
+            with _interrupts(loop):
+                while not (await asyncio.wait({running}, timeout=TICK_S))[0]:
+                    view.show(await watcher.look())
+            outcome = running.result()
+            view.show(await watcher.look())
+            return outcome
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+            journal.close()
+
+
+class Watcher:
+    """Gathers what views show. Invariant: it only reads; a run that nobody watches goes the same way."""
+
+    def __init__(self, loop: Loop, journal: Journal, clock: Clock) -> None:
+        self._loop = loop
+        self._journal = journal
+        self._clock = clock
+        self._began = clock()
+        self._last: dict[str, float] = {"at": clock(), "rollout": 0.0, "train": 0.0}
+
+    async def look(self) -> Snapshot:
+        """One snapshot, also written to the journal as a record of kind `pools`."""
+        loop, now = self._loop, self._clock()
+        workers, rollout_tokens = await self._workers()
+        counts = await loop.system.buffer.call(ANSWER_S, Buffer.counts)
+        progress = loop.progress
+        train_tokens = progress.trained_tokens
+        groups = _states(counts)
+        self._journal.write(
+            {
+                "kind": "pools",
+                "at": round(now, 3),
+                "elapsed_s": round(now - self._began, 3),
+                "workers": [{"name": w.name, "doing": w.doing, "seconds": w.seconds} for w in workers],
+                "rollout_tokens": rollout_tokens,
+                "train_tokens": train_tokens,
+                "groups": groups,
+            }
+        )
+        rollout_rate, train_rate = self._rates(now, rollout_tokens, train_tokens)
+        done, steps = progress.steps, loop.recipe.run.steps
+        first, elapsed = loop.system.first_step, now - self._began
+        left = elapsed / (done - first) * (steps - done) if done > first else None
+        return Snapshot(
+            elapsed_s=elapsed,
+            left_s=left,
+            step=done,
+            steps=steps,
+            rewards=tuple(progress.rewards),
+            accuracies=tuple(progress.accuracies),
+            age_mean=progress.age_mean,
+            age_max=progress.age_max,
+            age_bound=loop.recipe.buffer.max_age,
+            rollout_tokens_s=rollout_rate,
+            train_tokens_s=train_rate,
+            tickets_busy=counts.tickets_busy,
+            tickets=counts.tickets_busy + counts.tickets_free,
+            groups=groups,
+            workers=tuple(workers),
+            note=progress.note,
+        )
+
+    async def _workers(self) -> tuple[list[Worker], int]:
+        """Every process, and the tokens sampled by all engines. One that does not answer in time says so."""
+        workers, tokens = [], 0
+        for name, ref in list(self._loop.system.rollouts.items()):
+            try:
+                rollout = await ref.call(ANSWER_S, RolloutWorker.report)
+                workers.append(Worker(name, f"{rollout.engine.doing} ({rollout.doing})", rollout.engine.seconds))
+                tokens += rollout.engine.tokens
+            except (DeadlineExceeded, WorkerDied) as silence:
+                workers.append(Worker(name, str(silence), {}))
+        for rank, trainer in enumerate(self._loop.system.trainer.refs):
+            try:
+                train = await trainer.call(ANSWER_S, Trainer.report)
+                workers.append(Worker(f"trainer-{rank}", train.doing, train.seconds))
+            except (DeadlineExceeded, WorkerDied) as silence:
+                workers.append(Worker(f"trainer-{rank}", str(silence), {}))
+        return workers, tokens
+
+    def _rates(self, now: float, rollout: float, train: float) -> tuple[float, float]:
+        last, passed = self._last, max(now - self._last["at"], 1e-9)
+        self._last = {"at": now, "rollout": rollout, "train": train}
+        return max(0.0, rollout - last["rollout"]) / passed, (train - last["train"]) / passed
+
+
+def _states(counts: Counts) -> dict[str, int]:
+    held = {"waiting": counts.waiting, "running": counts.running, "ready": counts.ready, "taken": counts.taken}
+    return held | {"trained": counts.trained} | {f"dropped: {why}": n for why, n in counts.dropped.items()}
+
+
+@contextmanager
+def _interrupts(loop: Loop) -> Iterator[None]:
+    """The first Ctrl-C stops the run after the step it is in; a second one is an ordinary KeyboardInterrupt."""
+    events = asyncio.get_running_loop()
+
+    def first() -> None:
+        events.remove_signal_handler(signal.SIGINT)
+        loop.stop()
+
+    events.add_signal_handler(signal.SIGINT, first)
+    try:
+        yield
+    finally:
+        events.remove_signal_handler(signal.SIGINT)

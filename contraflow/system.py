@@ -1,0 +1,140 @@
+"""Opens and closes the parts of a run: the folder's lock, the runtime, buffer, trainer and rollout workers.
+
+Takes a recipe and a folder, gives a `System` whose parts answer and whose first version is published. Does not run
+anything: that is loop.py.
+"""
+
+import fcntl
+import os
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from contraflow.buffer.service import Buffer, make_buffer
+from contraflow.config import Recipe, recipe_toml
+from contraflow.errors import RunFolderError
+from contraflow.model.builtin import model_folder
+from contraflow.rollout.preflight import check_tasks
+from contraflow.rollout.worker import RolloutWorker, make_rollout_worker
+from contraflow.runtime import open_runtime
+from contraflow.runtime.base import Gang, Ref, Runtime
+from contraflow.telemetry import Clock
+from contraflow.train.checkpoint import cut_step, latest
+from contraflow.train.learner import Place
+from contraflow.train.worker import Trainer, make_trainer
+from contraflow.types import Manifest
+
+START_S = 120.0  # loading a model on a cold machine
+PRELOAD = ("torch", "contraflow.rollout.worker", "contraflow.train.worker")  # imported once, then forked
+
+
+@dataclass
+class System:
+    """The started parts of one run. `rollouts` changes when a dead worker is replaced; nothing else does."""
+
+    recipe: Recipe
+    folder: Path
+    runtime: Runtime
+    line: int
+    first_step: int
+    buffer: Ref[Buffer]
+    trainer: Gang[Trainer]
+    manifest: Manifest
+    rollouts: dict[str, Ref[RolloutWorker]] = field(default_factory=dict)
+
+    async def start_rollout(self, name: str) -> None:
+        """Start rollout worker `name`, or start it again after its death; it serves nothing until refreshed."""
+        recipe = self.recipe
+        self.rollouts[name] = await self.runtime.start(
+            name,
+            make_rollout_worker,
+            rollout=recipe.rollout,
+            engine=recipe.engine,
+            env=recipe.env,
+            reward=recipe.reward,
+            weights=recipe.weights,
+            model_folder=str(model_folder(recipe.model.folder)),
+            run_folder=str(self.folder),
+            seed=recipe.run.seed,
+            buffer=self.buffer.address,
+            stepping="inline" if recipe.runtime.kind == "inline" else "thread",
+        )
+
+
+@asynccontextmanager
+async def open_system(recipe: Recipe, folder: Path, *, resume: bool, clock: Clock) -> AsyncIterator[System]:
+    """Lock the folder, start every part, publish the first version; stop them all on the way out.
+
+    Raises: RunFolderError (in use, not empty, or nothing to resume), and whatever a part raised while it started.
+    """
+    with _locked(folder, resume=resume):
+        cut = latest(folder / "checkpoints") if resume else None
+        if resume and cut is None:
+            raise RunFolderError(
+                f"{folder} holds no whole checkpoint to resume from; start a new run in another folder"
+            )
+        await check_tasks(recipe, model_folder(recipe.model.folder))
+        (folder / "recipe.toml").write_text(recipe_toml(recipe), encoding="utf-8")
+        runtime = open_runtime(recipe.runtime, folder, clock=clock, preload=PRELOAD)
+        try:
+            yield await _start(recipe, folder, runtime, cut)
+        finally:
+            await runtime.close()
+
+
+async def _start(recipe: Recipe, folder: Path, runtime: Runtime, cut: Path | None) -> System:
+    first_step = 0 if cut is None else cut_step(cut)
+    buffer = await runtime.start(
+        "buffer", make_buffer, buffer=recipe.buffer, folder=str(folder), resume_step=None if cut is None else first_step
+    )
+    line = await buffer.call(START_S, Buffer.line)
+    trainer = await runtime.start_gang(
+        "trainer",
+        1,
+        make_trainer,
+        train=recipe.train,
+        loss=recipe.loss,
+        weights=recipe.weights,
+        place=Place(
+            model_folder=str(model_folder(recipe.model.folder)),
+            run_folder=str(folder),
+            seed=recipe.run.seed,
+            line=line,
+            temperature=recipe.rollout.temperature,
+            keep_episodes=recipe.run.keep_episodes,
+            resume=None if cut is None else str(cut),
+            threaded=recipe.runtime.kind != "inline",
+        ),
+        buffer=buffer.address,
+    )
+    manifest = (await trainer.call(START_S, Trainer.publish, first_step))[0]
+    system = System(recipe, folder, runtime, line, first_step, buffer, trainer, manifest)
+    for rank in range(recipe.rollout.workers):
+        await system.start_rollout(f"rollout-{rank}")
+    return system
+
+
+@contextmanager
+def _locked(folder: Path, *, resume: bool) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    if not resume and any(entry.name != "lock" for entry in folder.iterdir()):
+        raise RunFolderError(f"{folder} is not empty; give --folder another name, or --resume to go on with that run")
+    with (folder / "lock").open("a+", encoding="utf-8") as lock:
+        _claim(lock, folder)
+        yield
+
+
+def _claim(lock: TextIO, folder: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        owner = lock.read().strip() or "unknown"
+        raise RunFolderError(
+            f"{folder} is in use by the run of process {owner}; stop it, or use another folder"
+        ) from None
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
