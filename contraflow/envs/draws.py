@@ -4,6 +4,7 @@ A keyed hash (BLAKE2b) stands in for a generator, so task 1,000,000 costs as muc
 """
 
 import hashlib
+import struct
 from collections.abc import Sequence
 
 _WORDS = 8  # 64-bit words in one digest
@@ -11,7 +12,7 @@ _WORDS = 8  # 64-bit words in one digest
 
 def derive_seed(seed: int, *names: str | int) -> int:
     """A seed in [0, 2^63) for the thing called `names` in a run seeded with `seed`."""
-    return _digest(seed, names, 0)[0] >> 1
+    return _first_word(seed, names) >> 1
 
 
 class Draws:
@@ -29,7 +30,7 @@ class Draws:
     def word(self) -> int:
         """The next integer in [0, 2^64)."""
         if not self._words:
-            self._words = _digest(self._seed, self._names, self._block)
+            self._words = list(struct.unpack(f"<{_WORDS}Q", _digest(self._seed, self._names, self._block)))
             self._block += 1
         return self._words.pop()
 
@@ -49,10 +50,13 @@ class Draws:
 
 def in_test_split(seed: int, question: str, share: float) -> bool:
     """Whether a question belongs to the held-out split: decided by the question itself, so splits cannot overlap."""
-    return _digest(seed, ("split", question), 0)[0] < share * 2**64
+    return _first_word(seed, ("split", question)) < share * 2**64
 
 
-def _digest(seed: int, names: Sequence[str | int], block: int) -> list[int]:
+def _first_word(seed: int, names: Sequence[str | int]) -> int:
+    return int.from_bytes(_digest(seed, names, 0)[:8], "little")
+
+
+def _digest(seed: int, names: Sequence[str | int], block: int) -> bytes:
     text = "\x1f".join([str(seed), str(block), *map(str, names)])
-    data = hashlib.blake2b(text.encode(), digest_size=8 * _WORDS).digest()
-    return [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8 * _WORDS).digest()
