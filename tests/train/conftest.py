@@ -24,6 +24,7 @@ def _episode(
     seed: int = 0,
     vocab: int = 32,
     versions: Sequence[int] = (0,),
+    line: int = 1,
     error: str = "",
 ) -> Episode:
     """`length` tokens, the first `prompt` of them given; the rest sampled by `versions` in equal shares."""
@@ -35,7 +36,7 @@ def _episode(
         tokens=rng.integers(0, vocab, length, dtype=np.int32),
         trained=trained,
         logprobs=np.where(trained, -rng.random(length) * 4 - 0.1, 0).astype(np.float32),
-        spans=tuple(Span(Version(1, n), a, b) for n, a, b in zip(versions, cuts[:-1], cuts[1:], strict=True)),
+        spans=tuple(Span(Version(line, n), a, b) for n, a, b in zip(versions, cuts[:-1], cuts[1:], strict=True)),
         turns=(Turn("prompt", 0, prompt), Turn("model", prompt, length)),
         stop=StopReason.STOP,
         reward=reward,
@@ -44,8 +45,8 @@ def _episode(
     )
 
 
-def _group(episodes: Sequence[Episode], *, index: int = 0, attempt: int = 1) -> Group:
-    ticket = Ticket(group=index, attempt=attempt, line=1)
+def _group(episodes: Sequence[Episode], *, index: int = 0, attempt: int = 1, line: int = 1) -> Group:
+    ticket = Ticket(group=index, attempt=attempt, line=line)
     task = Task(key=f"train/{index}", prompt="1+1=", reference="2")
     return Group(ticket=ticket, task=task, episodes=tuple(episodes))
 

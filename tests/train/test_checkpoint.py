@@ -39,9 +39,7 @@ def place(tmp_path, model_folder):
         while optimizer.updates < step:
             push(decoder, optimizer, optimizer.updates)
         at = cut(decoder, step, line=line, updates=optimizer.updates)
-        return save(
-            folder, at, decoder=decoder, moments=optimizer.moments(), companions=model_folder, keep=keep
-        )
+        return save(folder, at, decoder=decoder, moments=optimizer.moments(), companions=model_folder, keep=keep)
 
     return folder, write, decoder, optimizer
 
