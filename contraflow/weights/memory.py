@@ -142,7 +142,8 @@ class _MemorySource:
     """A private map: pages are shared with the file until written to, so a reader cannot alter what others read.
 
     Plainly read-only maps would do, but torch takes no memory that it may not write. The map is undone when the last
-    tensor in it goes, never before: torch would read freed memory.
+    tensor in it goes, never before: torch would read freed memory. A file found short is reported; one cut short while
+    it is mapped kills the reader (bus error).
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:

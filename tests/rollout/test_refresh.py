@@ -447,6 +447,30 @@ def test_only_the_version_that_is_served_stays_mapped(publisher: Publisher, memo
     run(body)
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads the maps of this process")
+def test_what_a_swap_may_have_to_roll_back_to_is_mapped_until_the_swap_has_ended(
+    publisher: Publisher, memory: Callable[[], Carrier]
+) -> None:
+    carrier, seen = memory(), []
+
+    def prove(tensors: Mapping[str, Any], probe: Probe) -> None:
+        seen.append(maps_of(carrier))
+        if len(seen) == 3:
+            raise CarrierError("not this one")
+
+    async def body() -> None:
+        refresher = refresher_of(scripted(prove=prove), carrier)
+        for n in (1, 2):
+            await refresher.refresh(publish(publisher, decoder_of(n), n))
+        with pytest.raises(CarrierError, match="not this one"):
+            await refresher.refresh(publish(publisher, decoder_of(3), 3))
+        await refresher.refresh(publish(publisher, decoder_of(4), 4))
+        assert seen == [1, 2, 2, 2]
+        assert maps_of(carrier) == 1
+
+    run(body)
+
+
 def test_a_deadline_of_nothing_is_refused(memory: Callable[[], Carrier]) -> None:
     with pytest.raises(ConfigError, match="deadline_s = 0"):
         refresher_of(scripted(), memory(), deadline_s=0)
