@@ -8,6 +8,7 @@ Shape letters: N trained tokens, V vocabulary.
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import numpy as np
@@ -129,25 +130,33 @@ def answered(task: Task) -> Example:
 def make_model(recipe: config.SftRecipe, folder: Path, *, clock: Clock) -> Iterator[str]:
     """Make a model as the recipe says and write it to `folder`, a new Hugging Face folder; tells of it line by line.
 
-    Raises ConfigError when the folder is in use or a part of the recipe does not fit, ModelError, TrainingError.
+    The folder appears when the model is whole. Raises ConfigError when it is in use or a part of the recipe does not
+    fit, ModelError, TrainingError.
     """
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty; a new model wants a folder of its own")
-    folder.mkdir(parents=True, exist_ok=True)
     env = make_env(recipe.env.name, recipe.env.options)
     looked_at = env if recipe.look is None else make_env(recipe.look.name, recipe.look.options)
-    tokenizer = _tokenizer(recipe.model, folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as name:
+        draft = Path(name) / folder.name
+        yield from _make(recipe, draft, env, looked_at, Account(clock, "batch"))
+        draft.rename(folder)
+    yield f"wrote {folder}"
+
+
+def _make(recipe: config.SftRecipe, draft: Path, env: Env, looked_at: Env, account: Account) -> Iterator[str]:
+    tokenizer = _tokenizer(recipe.model, draft)
     decoder = _start(recipe.model, tokenizer, recipe.sft.seed)
-    account = Account(clock, "batch")
     examples = _samples(env, "train", recipe.sft.examples, tokenizer)
     held_out = _samples(looked_at, "test", recipe.sft.held_out, tokenizer)
-    parameters = sum(p.numel() for p in decoder.parameters())
+    parameters = sum(parameter.numel() for parameter in decoder.parameters())
     yield f"{parameters:,} parameters, {len(examples):,} examples, {len(held_out):,} held out"
     for look in sft(decoder, examples, recipe.sft, account, held_out=held_out):
         found = f"   held-out {look.accuracy:.3f}" if held_out else ""
-        yield f"update {look.update:5d}   loss {look.loss:.4f}{found}   {look.tokens:,} tokens"
-    save_folder(decoder, folder)
-    yield f"wrote {folder} after {sum(account.seconds().values()):.1f} s"
+        seconds = sum(account.seconds().values())
+        yield f"update {look.update:5d}   loss {look.loss:.4f}{found}   {look.tokens:,} tokens   {seconds:.1f} s"
+    save_folder(decoder, draft)
 
 
 def _rounds(examples: Sequence[Sample], section: config.Sft) -> Iterator[list[Sample]]:
@@ -169,6 +178,7 @@ def _tokenizer(model: config.NewModel, folder: Path) -> Tokenizer:
     if not model.folder:
         return build_char_tokenizer(folder, model.alphabet or ALPHABET)
     start = model_folder(model.folder)
+    folder.mkdir()
     for name in COMPANIONS:
         if (start / name).is_file():
             shutil.copyfile(start / name, folder / name)
