@@ -68,6 +68,12 @@ class Tokenizer:
         kept = [int(i) for i in ids if int(i) not in self._special]
         return str(self._parsed.decode(kept, skip_special_tokens=False))
 
+    def transcribe(self, ids: Sequence[int]) -> str:
+        """The text of `ids` with nothing left out, for whoever judges it: see `pieces` for what has no letters."""
+        if any(self._parsed.id_to_token(int(i)) is None for i in ids):
+            return "".join(self.pieces(ids))
+        return str(self._parsed.decode([int(i) for i in ids], skip_special_tokens=False))
+
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """One text per token, to be looked at: special tokens by name, ids outside the vocabulary as `<id 77>`."""
         known = [self._parsed.id_to_token(int(i)) is not None for i in ids]

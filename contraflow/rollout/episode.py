@@ -152,7 +152,7 @@ class _Draft:
         if completion.routes is not None and completion.stop is not StopReason.ABORTED:
             self._add_routes(completion.routes)
         ended = completion.stop is StopReason.STOP
-        text = tokenizer.decode(ids[:-1] if ended else ids)
+        text = tokenizer.transcribe(ids[:-1] if ended else ids)
         self.said.append(Said("model", text))
         return text
 

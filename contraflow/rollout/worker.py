@@ -18,7 +18,7 @@ from contraflow import config
 from contraflow.buffer.service import Buffer
 from contraflow.envs.draws import derive_seed
 from contraflow.envs.registry import make_env
-from contraflow.errors import ConfigError, EngineError, TaskError
+from contraflow.errors import ConfigError, EngineError, RewardError, TaskError
 from contraflow.model.tokenizer import Tokenizer
 from contraflow.rewards.registry import make_mix
 from contraflow.rollout.engine import Engine
@@ -30,11 +30,12 @@ from contraflow.rollout.report import EvalReport, GroupSummary, RolloutReport, c
 from contraflow.rollout.scripted import ScriptedEngine
 from contraflow.runtime.base import Address, Host, Ref
 from contraflow.telemetry import Account, Clock
-from contraflow.types import Episode, Group, Manifest, Task, Ticket, Version
+from contraflow.types import Episode, Group, Manifest, StopReason, Task, Ticket, Version
 from contraflow.weights import open_carrier
 from contraflow.weights.manifest import Expected, expect
 
 _BUFFER_S = 30.0  # deadline of a call to the buffer, which answers at once unless its disk is stuck
+_MOST_BARREN = 64  # groups in a row without one whole episode; then something is broken for good, and says so
 _CAUSES = ("refresh", "evaluate", "play")  # what the worker is charged for when it does several; else "idle"
 
 
@@ -65,14 +66,15 @@ class RolloutWorker:
         self._account = Account(clock, "idle")
         self._active: Counter[str] = Counter()
         self._slots = asyncio.Semaphore(rollout.concurrency)
-        self._groups = 0
+        self._groups = self._barren = 0
         self._looks = 0
         self._stops: Counter[str] = Counter()
 
     async def run_group(self, ticket: Ticket) -> GroupSummary:
         """Play the G episodes of a ticket, score them, put them into the buffer.
 
-        Raises: EngineError before a first refresh; what the buffer raises. An engine that lags begins nothing.
+        An engine that lags begins nothing. Raises: EngineError before a first refresh; what the buffer raises; the
+        TaskError, RewardError or EngineError that kept every episode of the last `_MOST_BARREN` groups from being one.
         """
         async with self._slots:
             with self._doing("play"):
@@ -83,8 +85,7 @@ class RolloutWorker:
                     return GroupSummary(ticket=ticket, lagging=True)
                 group = await self._play_group(ticket)
                 await self._buffer.call(_BUFFER_S, Buffer.put, group)
-                self._groups += 1
-                self._stops.update(count_stops(group.episodes))
+                self._note(group)
                 return summarise(group)
 
     async def evaluate(self, first: int, count: int) -> EvalReport:
@@ -130,6 +131,18 @@ class RolloutWorker:
         if version is None:
             raise EngineError("no weights are served yet; refresh this worker first")
         return version
+
+    def _note(self, group: Group) -> None:
+        self._groups += 1
+        self._stops.update(count_stops(group.episodes))
+        whole = any(not episode.failed for episode in group.episodes)
+        self._barren = 0 if whole else self._barren + 1
+        if self._barren >= _MOST_BARREN:
+            last = group.episodes[-1]
+            kinds = {StopReason.ENV_ERROR: TaskError, StopReason.REWARD_ERROR: RewardError}
+            raise kinds.get(last.stop, EngineError)(
+                f"{self._barren} groups in a row had not one whole episode; the last failed with: {last.error}"
+            )
 
     async def _play_group(self, ticket: Ticket) -> Group:
         key = f"{ticket.line}.{ticket.group}.{ticket.attempt}"

@@ -49,6 +49,8 @@ def test_decoding_leaves_special_tokens_out_and_pieces_show_them(tokenizer):
     ids = [*tokenizer.encode("64"), tokenizer.eos, 999]
     assert tokenizer.decode(ids) == "64"
     assert tokenizer.pieces(ids) == ["6", "4", "<eos>", "<id 999>"]
+    assert tokenizer.transcribe(ids) == "64<eos><id 999>"
+    assert tokenizer.transcribe(ids[:3]) == "64<eos>"
 
 
 @pytest.mark.parametrize("text", ["é", "1\t2", "A", "\ud800"])

@@ -118,6 +118,14 @@ def test_turns_alternate_and_what_the_environment_says_is_not_trained(tokenizer)
     assert {request.group for request in script.requests} == {"1.0.1"}
 
 
+@pytest.mark.parametrize("answer", ["4<pad>6<eos>", "46<pad><eos>", "<pad>46<eos>"])
+def test_special_tokens_inside_an_answer_are_part_of_it(tokenizer, answer):
+    env = Talk()
+    episode = played(stage_of(tokenizer, [answer], env=env)[0])
+    assert env.heard == [answer.removesuffix("<eos>")]
+    assert episode.reward == 0.0
+
+
 def test_the_noise_of_a_turn_is_a_function_of_the_episodes_seed(tokenizer):
     def seeds(seed):
         stage, script = stage_of(tokenizer, ["1<eos>", "2<eos>"], env=Talk(["="]))

@@ -12,7 +12,7 @@ import torch
 
 from contraflow import config
 from contraflow.buffer.service import Buffer, make_buffer
-from contraflow.errors import ConfigError, DeadlineExceeded, EngineError, ModelError
+from contraflow.errors import ConfigError, DeadlineExceeded, EngineError, ModelError, TaskError
 from contraflow.model.tokenizer import Tokenizer, build_char_tokenizer
 from contraflow.rollout.worker import RolloutWorker, make_rollout_worker
 from contraflow.runtime.inline import InlineRuntime
@@ -261,6 +261,24 @@ def test_a_broken_environment_costs_the_group_and_never_the_worker(run, mine, ch
 
     env = config.Env(name=mine(f"{ENV}\n{change}\n", "Mine"), step_deadline_s=0.1)
     run(scene, env=env)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ("Mine.step = lambda self, action: 1 / 0", TaskError),
+        ("Mine.task = lambda self, split, index: Task(key='k', prompt='1' * 300, reference='1')", EngineError),
+    ],
+)
+def test_when_nothing_works_any_more_the_worker_says_so(run, mine, change, error):
+    async def scene(bench):
+        await bench.refresh(0)
+        for _ in range(63):
+            await bench.play(await bench.admit())
+        with pytest.raises(error, match="64 groups in a row had not one whole episode; the last failed with: "):
+            await bench.play(await bench.admit())
+
+    run(scene, env=config.Env(name=mine(f"{ENV}\n{change}\n", "Mine")))
 
 
 def test_a_broken_reward_is_counted_and_the_rest_of_the_group_is_kept(run, mine):
