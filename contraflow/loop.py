@@ -86,7 +86,7 @@ class Loop:
         self._admitted: asyncio.Queue[Ticket] = asyncio.Queue()
         self._playing: dict[str, dict[int, Ticket]] = {}
         self._deaths: dict[str, int] = {}
-        self._changed = asyncio.Condition()  # guards newest and served
+        self.changed = asyncio.Condition()  # guards newest and served
 
     def stop(self) -> None:
         """Finish the step that is running, save, and end: what Ctrl-C asks for."""
@@ -122,8 +122,6 @@ class Loop:
                 summary = await worker.call(self.recipe.rollout.group_deadline_s, RolloutWorker.run_group, ticket)
             except DeadlineExceeded:
                 await self._lost(ticket, "deadline")
-            except WorkerDied:
-                return  # `mourn` hands back whatever this worker was playing
             else:
                 self._deaths[name] = 0
                 if summary.lagging:  # a newer version got served elsewhere between the check and the start
@@ -198,9 +196,17 @@ class Loop:
     async def _tend(self, name: str) -> None:
         self._playing[name] = {}
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.refresh(name))
+            tasks.create_task(self._till_death(name, self.refresh(name)))
             for _ in range(self.recipe.rollout.concurrency):
-                tasks.create_task(self.play(name))
+                tasks.create_task(self._till_death(name, self.play(name)))
+
+    async def _till_death(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """A worker's death ends its coroutines here; what follows from it is for `mourn`, who hears of it too."""
+        try:
+            await work
+        except WorkerDied as death:
+            if death.worker != name:
+                raise
 
     async def _take(self, step: int) -> Take:
         wait_s = self.recipe.run.stall_s
@@ -249,18 +255,18 @@ class Loop:
         newest: Manifest | None = None,
         served: tuple[str, Version] | None = None,
     ) -> None:
-        async with self._changed:
+        async with self.changed:
             if newest is not None:
                 self.newest = newest
             if served is not None:
                 self.served[served[0]] = served[1]
-            self._changed.notify_all()
+            self.changed.notify_all()
 
     async def _until(self, ready: Callable[[], bool], owner: str, cause: str, wait_s: float | None = None) -> None:
         wait_s = wait_s or self.recipe.run.stall_s
         try:
-            async with asyncio.timeout(wait_s), self._changed:
-                await self._changed.wait_for(ready)
+            async with asyncio.timeout(wait_s), self.changed:
+                await self.changed.wait_for(ready)
         except TimeoutError:
             raise DeadlineExceeded(owner, cause, wait_s) from None
 

@@ -1,0 +1,230 @@
+"""The whole loop, inline: real buffer, trainer and weights; the scripted engine answers, so no model has to learn."""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contraflow.buffer.accounts import accounts
+from contraflow.config import Recipe, check_recipe
+from contraflow.errors import DeadlineExceeded, RunFolderError, WorkerDied
+from contraflow.loop import Loop, Outcome
+from contraflow.run import run_recipe
+from contraflow.runtime.inline import InlineRuntime
+from contraflow.system import open_system
+from contraflow.telemetry import Journal, read_journal
+from contraflow.train.checkpoint import latest
+from contraflow.view.base import Snapshot
+
+STEPS = 10
+
+
+def recipe_of(model: Path, **sections: dict[str, Any]) -> Recipe:
+    tree: dict[str, dict[str, Any]] = {
+        "run": {"steps": STEPS, "eval_every": 5, "eval_tasks": 32, "stall_s": 20.0},
+        "model": {"folder": str(model)},
+        "engine": {"kind": "scripted"},
+        "rollout": {"episodes": 4, "concurrency": 6},
+        "buffer": {"groups_per_step": 4, "no_signal": "keep"},
+        "train": {"checkpoint_every": 4},
+        "runtime": {"kind": "inline"},
+    }
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
+    return check_recipe(tree)
+
+
+class Ticks:
+    """A clock that moves by itself: one millisecond a look, the same every run."""
+
+    def __init__(self) -> None:
+        self._count = itertools.count()
+
+    def __call__(self) -> float:
+        return next(self._count) / 1000
+
+
+class Silent:
+    """A view that keeps the last snapshot."""
+
+    last: Snapshot | None = None
+
+    def show(self, snapshot: Snapshot) -> None:
+        self.last = snapshot
+
+    def end(self, outcome: str) -> None:
+        """Nothing to draw."""
+
+
+Meddle = Callable[[Loop], Awaitable[None]]
+
+
+def run(recipe: Recipe, folder: Path, *, resume: bool = False, meddle: Meddle | None = None) -> Outcome:
+    """Run a recipe; `meddle` runs beside the loop."""
+
+    async def main() -> Outcome:
+        async with open_system(recipe, folder, resume=resume, clock=Ticks()) as system:
+            journal = Journal(folder / "metrics.jsonl")
+            loop = Loop(system, recipe, journal=journal, clock=Ticks())
+            meddling = asyncio.ensure_future(meddle(loop)) if meddle else None
+            try:
+                return await loop.run()
+            finally:
+                journal.close()
+                if meddling:
+                    await meddling
+
+    return asyncio.run(main())
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    return [record for record in read_journal(folder / "metrics.jsonl") if record["kind"] == "step"]
+
+
+async def until_step(loop: Loop, step: int) -> None:
+    async with loop.changed:
+        await loop.changed.wait_for(lambda: loop.progress.steps >= step)
+
+
+def test_reward_rises_and_every_group_is_accounted_for(tiny_moe: Path, tmp_path: Path) -> None:
+    outcome = run(recipe_of(tiny_moe), tmp_path)
+    steps = steps_of(tmp_path)
+    looks = [r["accuracy"] for r in read_journal(tmp_path / "metrics.jsonl") if r["kind"] == "eval"]
+    assert outcome == Outcome(steps=STEPS, accuracy=looks[-1], stopped=False)
+    assert looks[-1] > looks[0] + 0.2
+    assert [step["step"] for step in steps] == list(range(STEPS))
+    assert max(step["age_max"] for step in steps) <= 2
+    totals = accounts(tmp_path)
+    assert totals.trained == totals.final == STEPS * 4
+    assert totals.posed == totals.trained + sum(totals.dropped.values()) + totals.held
+
+
+def test_the_same_seed_gives_the_same_run_bit_for_bit(tiny_moe: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        run(recipe_of(tiny_moe), tmp_path / name)
+    a, b = (latest(tmp_path / name / "checkpoints") for name in ("a", "b"))
+    assert a is not None
+    assert b is not None
+    assert (a / "files.json").read_bytes() == (b / "files.json").read_bytes()
+    assert (tmp_path / "a/episodes.jsonl").read_bytes() == (tmp_path / "b/episodes.jsonl").read_bytes()
+
+
+def test_another_seed_gives_another_run(tiny_moe: Path, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        run(recipe_of(tiny_moe, run={"seed": seed, "steps": 2}), tmp_path / str(seed))
+    assert (tmp_path / "0/episodes.jsonl").read_bytes() != (tmp_path / "1/episodes.jsonl").read_bytes()
+
+
+def test_max_age_zero_is_the_synchronous_trainer(tiny_moe: Path, tmp_path: Path) -> None:
+    run(recipe_of(tiny_moe, buffer={"max_age": 0}, run={"steps": 4}), tmp_path)
+    assert [(step["age_mean"], step["age_max"]) for step in steps_of(tmp_path)] == [(0.0, 0)] * 4
+
+
+@pytest.mark.parametrize("expiry", ["hold", "mask", "repose"])
+def test_no_policy_trains_a_token_that_is_too_old(tiny_moe: Path, tmp_path: Path, expiry: str) -> None:
+    recipe = recipe_of(tiny_moe, buffer={"expiry": expiry, "max_age": 1}, rollout={"concurrency": 3})
+    run(recipe, tmp_path)
+    assert max(step["age_max"] for step in steps_of(tmp_path)) <= 1
+
+
+def test_groups_without_signal_are_dropped_and_counted(tiny_moe: Path, tmp_path: Path) -> None:
+    run(recipe_of(tiny_moe, buffer={"no_signal": "drop"}), tmp_path)
+    assert accounts(tmp_path).dropped["no_signal"] > 0
+    assert accounts(tmp_path).trained == STEPS * 4
+
+
+def test_a_batch_of_equal_rewards_still_publishes_the_next_version(tiny_moe: Path, tmp_path: Path) -> None:
+    run(recipe_of(tiny_moe, rollout={"episodes": 1}, run={"steps": 3}), tmp_path)
+    assert [(step["applied"], step["updates"]) for step in steps_of(tmp_path)] == [(True, 0)] * 3
+
+
+def test_two_rollout_workers_share_the_work(tiny_moe: Path, tmp_path: Path) -> None:
+    run(recipe_of(tiny_moe, rollout={"workers": 2}), tmp_path)
+    refreshed = {r["worker"] for r in read_journal(tmp_path / "metrics.jsonl") if r["kind"] == "refresh"}
+    assert refreshed == {"rollout-0", "rollout-1"}
+    assert max(step["age_max"] for step in steps_of(tmp_path)) <= 2
+
+
+def test_a_dead_rollout_worker_is_replaced_and_its_groups_posed_again(tiny_moe: Path, tmp_path: Path) -> None:
+    async def kill(loop: Loop) -> None:
+        await until_step(loop, 3)
+        assert isinstance(loop.system.runtime, InlineRuntime)
+        loop.system.runtime.kill("rollout-0")
+
+    outcome = run(recipe_of(tiny_moe), tmp_path, meddle=kill)
+    totals = accounts(tmp_path)
+    assert outcome.steps == STEPS
+    assert totals.trained == STEPS * 4
+    assert totals.reposed.get("lost", 0) > 0
+    assert [r["worker"] for r in read_journal(tmp_path / "metrics.jsonl") if r["kind"] == "death"] == ["rollout-0"]
+
+
+def test_a_dead_buffer_ends_the_run_by_name_and_it_resumes(tiny_moe: Path, tmp_path: Path) -> None:
+    async def kill(loop: Loop) -> None:
+        await until_step(loop, 6)
+        assert isinstance(loop.system.runtime, InlineRuntime)
+        loop.system.runtime.kill("buffer")
+
+    with pytest.raises(WorkerDied) as death:
+        run(recipe_of(tiny_moe), tmp_path, meddle=kill)
+    assert death.value.worker == "buffer"
+    assert run(recipe_of(tiny_moe), tmp_path, resume=True).steps == STEPS
+    totals = accounts(tmp_path)
+    assert (totals.line, totals.trained, totals.final) == (1, STEPS * 4, STEPS * 4)
+
+
+def test_a_stop_ends_cleanly_and_the_run_goes_on_from_there(tiny_moe: Path, tmp_path: Path) -> None:
+    async def stop(loop: Loop) -> None:
+        await until_step(loop, 2)
+        loop.stop()
+
+    recipe = recipe_of(tiny_moe, run={"steps": 20})
+    outcome = run(recipe, tmp_path, meddle=stop)
+    assert outcome.stopped
+    assert 2 <= outcome.steps < 20
+    resumed = run(recipe, tmp_path, resume=True)
+    assert resumed == Outcome(steps=20, accuracy=resumed.accuracy, stopped=False)
+    assert [step["step"] for step in steps_of(tmp_path)] == list(range(20))
+    totals = accounts(tmp_path)
+    assert (totals.trained, totals.superseded) == (20 * 4, 0)
+
+
+def test_a_run_ends_early_once_it_is_good_enough(tiny_moe: Path, tmp_path: Path) -> None:
+    outcome = run(recipe_of(tiny_moe, run={"stop_at_accuracy": 0.3, "steps": 100}), tmp_path)
+    assert outcome.accuracy >= 0.3
+    assert outcome.steps < 100
+
+
+def test_a_wait_that_cannot_end_says_who_waited_for_what(tiny_moe: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(tiny_moe, run={"stall_s": 0.5}, buffer={"no_signal": "drop"}, rollout={"episodes": 1})
+    with pytest.raises(DeadlineExceeded, match=r"learn waited 0.5 s for 4 more groups for step 0"):
+        run(recipe, tmp_path)
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tiny_moe: Path, tmp_path: Path) -> None:
+    async def second(loop: Loop) -> None:
+        await until_step(loop, 1)
+        with pytest.raises(RunFolderError, match="in use by the run of process"):
+            async with open_system(loop.recipe, tmp_path, resume=True, clock=Ticks()):
+                pass
+
+    run(recipe_of(tiny_moe, run={"steps": 3}), tmp_path, meddle=second)
+    with pytest.raises(RunFolderError, match="not empty"):
+        run(recipe_of(tiny_moe), tmp_path)
+
+
+def test_a_resume_without_a_checkpoint_is_refused(tiny_moe: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="no whole checkpoint"):
+        run(recipe_of(tiny_moe), tmp_path, resume=True)
+
+
+def test_what_a_view_is_shown_adds_up(tiny_moe: Path, tmp_path: Path) -> None:
+    view = Silent()
+    run_recipe(recipe_of(tiny_moe), tmp_path, resume=False, clock=Ticks(), view=view)
+    assert view.last is not None
+    assert (view.last.step, view.last.steps, view.last.age_bound) == (STEPS, STEPS, 2)
+    assert view.last.groups["trained"] == STEPS * 4
+    assert {worker.name for worker in view.last.workers} == {"rollout-0", "trainer-0"}
