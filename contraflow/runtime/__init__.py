@@ -25,8 +25,11 @@ def open_runtime(
 ) -> Runtime:
     """The runtime a recipe asks for. `folder` is the run's; `preload` names modules that worker processes need."""
     if section.kind == "inline":
+        import torch
+
         from contraflow.runtime.inline import InlineRuntime
 
+        torch.set_num_threads(section.threads)  # this process is where the workers live
         return InlineRuntime(clock)
     if section.kind == "local":
         from contraflow.runtime.local import LocalRuntime

@@ -26,6 +26,7 @@ class Drill:
         self._closing_s, self._marker = closing_s, marker
         self._kept = np.zeros(4, np.float32)
         self._cancelled = 0
+        self._cancellation = asyncio.Event()
         self._joined = False  # in a process group
 
     async def add(self, a: int, b: int = 2) -> int:
@@ -73,10 +74,15 @@ class Drill:
             await asyncio.sleep(seconds)
         except asyncio.CancelledError:
             self._cancelled += 1
+            self._cancellation.set()
             raise
         return "waited"
 
-    async def cancelled(self) -> int:
+    async def cancelled(self, wanted: int) -> int:
+        """Wait until that many waits were cancelled."""
+        while self._cancelled < wanted:
+            self._cancellation.clear()
+            await self._cancellation.wait()
         return self._cancelled
 
     async def cancel_self(self) -> None:

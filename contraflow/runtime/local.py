@@ -168,6 +168,7 @@ class LocalRuntime:
         outcomes = await asyncio.gather(*[house.stop(self._stop_s) for house in living], return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
+                outcome.__suppress_context__ = False  # show also what was being handled, when this ends a failed run
                 raise outcome
 
     def _on_end(self, house: House, code: int) -> None:

@@ -233,7 +233,7 @@ def test_arguments_and_results_that_do_not_fit_are_refused(play: Play) -> None:
             await ref.call(5, Drill.keep, np.zeros(3))
         with pytest.raises(ChannelError, match="no wire format"):
             await ref.call(5, Drill.add, object())
-        with pytest.raises(TypeError, match="keyword argument .c."):
+        with pytest.raises(TypeError, match=r"keyword argument .c."):
             await ref.call(5, Drill.add, 1, c=3)
         with pytest.raises(ChannelError, match="Expected `int`, got `str`"):
             await ref.call(5, Drill.nonsense)
@@ -295,7 +295,7 @@ def test_the_method_is_cancelled_when_its_deadline_passes_or_its_caller_is_cance
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        await _until(lambda: ref.call(5, Drill.cancelled), 2)
+        assert await ref.call(5, Drill.cancelled, 2) == 2
 
     play(scene)
 
@@ -320,7 +320,7 @@ def test_cancelling_a_relayed_call_reaches_the_last_worker(play: Play) -> None:
         far = await runtime.start("far", make_drill)
         with pytest.raises(DeadlineExceeded):
             await near.call(0.2, Drill.relay_wait, far.address, 30, 60)
-        await _until(lambda: far.call(5, Drill.cancelled), 1)
+        assert await far.call(5, Drill.cancelled, 1) == 1
 
     play(scene)
 
@@ -399,6 +399,17 @@ def test_stop_closes_the_worker_fails_its_calls_and_frees_the_name(play: Play, t
     play(scene)
 
 
+def test_stop_raises_what_close_raised_once_the_worker_is_gone(play: Play) -> None:
+    async def scene(runtime: Any) -> None:
+        await runtime.start("drill", make_drill, marker="/nowhere/at/all")
+        with pytest.raises(RemoteError, match="FileNotFoundError"):
+            await runtime.stop("drill")
+        ref = await runtime.start("drill", make_drill)
+        assert await ref.call(5, Drill.add, 1) == 3
+
+    play(scene)
+
+
 def test_a_stop_is_not_reported_as_a_death(play: Play) -> None:
     async def scene(runtime: Any) -> None:
         await runtime.start("drill", make_drill)
@@ -448,7 +459,7 @@ def test_a_killed_worker_is_named_within_two_seconds_with_what_it_was_doing(play
         assert death.worker == "drill"
         assert "was running wait x3" in death.detail
         for call in (*pending, ref.call(30, Drill.add, 1)):
-            with pytest.raises(WorkerDied, match="'drill' died: .*wait x3"):
+            with pytest.raises(WorkerDied, match=r"'drill' died: .*wait x3"):
                 await call
         assert time.monotonic() - begin < 2
         assert await other.call(5, Drill.add, 1) == 3
@@ -464,7 +475,7 @@ def test_calls_between_workers_fail_when_the_far_one_dies_or_is_dead(play: Play)
         await asyncio.sleep(0.2)
         begin = time.monotonic()
         runtime.kill("far")
-        with pytest.raises(WorkerDied, match="'far' died: .*was running wait"):
+        with pytest.raises(WorkerDied, match=r"'far' died: .*was running wait"):
             await pending
         late = await runtime.start("late", make_drill)  # born after that death
         for caller in (near, late):
@@ -484,7 +495,7 @@ def test_the_calls_of_a_dead_worker_are_cancelled(play: Play) -> None:
         runtime.kill("near")
         with pytest.raises(WorkerDied):
             await pending
-        await _until(lambda: far.call(5, Drill.cancelled), 1)
+        assert await far.call(5, Drill.cancelled, 1) == 1
 
     play(scene)
 
@@ -530,7 +541,7 @@ def test_one_rank_s_error_fails_the_call_and_cancels_the_others_after_a_grace(pl
         with pytest.raises(TrainingError, match="rank 1 has no gradient"):
             await gang.call(30, Drill.fail_on, 1, 30)
         assert time.monotonic() - begin < 5
-        await _until(lambda: gang.refs[0].call(5, Drill.cancelled), 1)
+        assert await gang.refs[0].call(5, Drill.cancelled, 1) == 1
         assert await gang.call(5, Drill.rank) == [0, 1]  # an error is not a death
 
     play(scene)
@@ -565,9 +576,3 @@ def test_a_gang_with_a_rank_that_cannot_be_made_does_not_start(play: Play) -> No
         assert await gang.call(5, Drill.rank) == [0, 1]
 
     play(scene)
-
-
-async def _until(count: Callable[[], Awaitable[int]], wanted: int) -> None:
-    async with asyncio.timeout(5):
-        while await count() != wanted:
-            await asyncio.sleep(0.02)

@@ -1,0 +1,28 @@
+"""The recipe's section decides the runtime."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from contraflow import config
+from contraflow.errors import ConfigError
+from contraflow.runtime import open_runtime
+from contraflow.runtime.inline import InlineRuntime
+from contraflow.runtime.local import LocalRuntime
+
+
+def test_each_kind_opens_its_runtime(tmp_path: Path) -> None:
+    async def scene() -> None:
+        for kind, made in (("inline", InlineRuntime), ("local", LocalRuntime)):
+            runtime = open_runtime(config.check_recipe({"runtime": {"kind": kind}}).runtime, tmp_path)
+            assert isinstance(runtime, made)
+            await runtime.close()
+
+    asyncio.run(scene())
+
+
+def test_an_unknown_kind_is_refused(tmp_path: Path) -> None:
+    section = config.Runtime.model_construct(kind="moon", threads=1)
+    with pytest.raises(ConfigError, match=r"runtime\.kind = 'moon': allowed are 'local' and 'inline'"):
+        open_runtime(section, tmp_path)
