@@ -23,16 +23,15 @@ class Allowance:
         if not self._queue and self._fits(size):
             self._use(size)
             return
-        turn = (size, asyncio.get_running_loop().create_future())
-        self._queue.append(turn)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append((size, turn))
         try:
-            await turn[1]
+            await turn
         except asyncio.CancelledError:
-            if turn in self._queue:
-                self._queue.remove(turn)
-                self._grant()
-            else:  # its turn came in the same moment
-                self.give(size)
+            if turn.cancelled():
+                self._grant()  # whoever stood behind it may fit
+            else:
+                self.give(size)  # its turn came in the same moment
             raise
 
     def give(self, size: int) -> None:
@@ -49,7 +48,11 @@ class Allowance:
         self._used_bytes += size
 
     def _grant(self) -> None:
-        while self._queue and self._fits(self._queue[0][0]):
-            size, turn = self._queue.popleft()
-            self._use(size)
-            turn.set_result(None)
+        while self._queue:
+            size, turn = self._queue[0]
+            if not turn.cancelled():
+                if not self._fits(size):
+                    return
+                self._use(size)
+                turn.set_result(None)
+            self._queue.popleft()
