@@ -7,18 +7,24 @@ Shape letters: T tokens fed, D width, H query heads, G key/value heads, d head d
 B cached sequences, N blocks of a table, Q fed tokens of a sequence at most, L positions of a sequence, P padded tokens.
 """
 
+import inspect
 import itertools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 
 from contraflow.errors import ModelError
 from contraflow.model.cache import KVCache
 from contraflow.model.families import ModelConfig
 from contraflow.model.rotary import Rotation, rotate
+
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+# torch 2.11's flash attention takes fewer key/value heads as they are; later ones want to be told.
+FLASH_GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 class LayerPlan(Protocol):
@@ -93,30 +99,30 @@ class Attention(nn.Module):
 class PackedPlan:
     """S sequences laid end to end; each token sees the earlier tokens of its own sequence and itself.
 
-    Invariant: `place_T` and `token_P` are inverse to each other on real tokens; padding is never read back.
+    On a GPU in half precision the tokens go to flash attention as they lie. Elsewhere they are padded to rectangles,
+    one for all sequences within a factor of two in length, so that padding never more than doubles the tokens.
+
+    Invariant: `token_P[place_T]` is every token once, in order; what stands at padding is never read, nor pulled on.
     """
 
     def __init__(self, starts: Sequence[int], device: torch.device | str = "cpu") -> None:
         lengths = [end - start for start, end in itertools.pairwise(starts)]
         if not starts or starts[0] != 0 or min(lengths, default=1) < 1:
             raise ModelError(f"starts {list(starts)[:8]}... must begin with 0 and rise: no sequence may be empty")
-        self.tokens = starts[-1]
-        self.sequences = len(lengths)
-        self.longest = max(lengths, default=0)
-        place: list[int] = []
-        token = [0] * (self.sequences * self.longest)
-        for row, (start, length) in enumerate(zip(starts, lengths, strict=False)):
-            first = row * self.longest
-            place.extend(range(first, first + length))
-            token[first : first + length] = range(start, start + length)
-        self._ragged = len(token) != self.tokens
-        self._place_T = torch.tensor(place, dtype=torch.int64, device=device)
-        self._token_P = torch.tensor(token, dtype=torch.int64, device=device)
+        self.tokens, self.longest = starts[-1], max(lengths, default=0)
+        self._starts_S1 = torch.tensor(starts, dtype=torch.int32, device=device)
+        self._rectangles, firsts = _rectangles(lengths)
+        moved_S = torch.tensor(firsts, dtype=torch.int64) - torch.tensor(starts[:-1], dtype=torch.int64)
+        place_T = torch.arange(self.tokens) + moved_S.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+        token_P = torch.zeros(sum(rows * width for rows, width in self._rectangles), dtype=torch.int64)
+        token_P[place_T] = torch.arange(self.tokens)
+        self._as_they_lie = len(token_P) == self.tokens and not moved_S.any()
+        self._place_T, self._token_P = place_T.to(device), token_P.to(device)
 
     @classmethod
     def of(cls, starts: Sequence[int] | Tensor, device: torch.device | str = "cpu") -> "PackedPlan":
         """From `[S + 1]` offsets, the last being T. A device tensor is read on the host, once."""
-        return cls([int(s) for s in starts], device)
+        return cls(starts.tolist() if isinstance(starts, Tensor) else [int(s) for s in starts], device)
 
     def layer(self, index: int) -> "PackedPlan":
         """The same for every layer."""
@@ -124,19 +130,40 @@ class PackedPlan:
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         """See `attend`."""
-        q, k, v = (self._pad(x) for x in (q_THd, k_TGd, v_TGd))
-        o_SHLd = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        o_PHd = o_SHLd.transpose(1, 2).reshape(-1, *q_THd.shape[1:])
-        if not self._ragged:
-            return o_PHd
-        o_THd: Tensor = _Unpad.apply(o_PHd, self._place_T)  # type: ignore[no-untyped-call]
+        if q_THd.is_cuda and q_THd.dtype in FLASH_DTYPES:
+            starts, longest = self._starts_S1, self.longest
+            flat = varlen_attn(q_THd, k_TGd, v_TGd, starts, starts, longest, longest, window_size=(-1, 0), **FLASH_GQA)
+            return cast(Tensor, flat)
+        if self._as_they_lie:
+            return _rows(q_THd, k_TGd, v_TGd, self._rectangles)
+        q, k, v = (_Pad.apply(x, self._token_P, self._place_T) for x in (q_THd, k_TGd, v_TGd))  # type: ignore[no-untyped-call]
+        o_THd: Tensor = _Unpad.apply(_rows(q, k, v, self._rectangles), self._place_T)  # type: ignore[no-untyped-call]
         return o_THd
 
-    def _pad(self, x_THd: Tensor) -> Tensor:
-        x = x_THd
-        if self._ragged:
-            x = _Pad.apply(x_THd, self._token_P, self._place_T)  # type: ignore[no-untyped-call]
-        return x.reshape(self.sequences, self.longest, *x.shape[1:]).transpose(1, 2)
+
+def _rectangles(lengths: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Rectangles (rows, width) that hold the sequences row by row, laid end to end; and where each sequence begins."""
+    rectangles: list[tuple[int, int]] = []
+    firsts, end = [0] * len(lengths), 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):  # stable: equal lengths stay as they lie
+        if not rectangles or lengths[index] * 2 < rectangles[-1][1]:
+            rectangles.append((0, lengths[index]))
+        rows, width = rectangles[-1]
+        rectangles[-1] = (rows + 1, width)
+        firsts[index] = end
+        end += width
+    return rectangles, firsts
+
+
+def _rows(q_PHd: Tensor, k_PGd: Tensor, v_PGd: Tensor, rectangles: list[tuple[int, int]]) -> Tensor:
+    """Causal attention within each row of each rectangle: `[P, H, d]`."""
+    sizes = [rows * width for rows, width in rectangles]
+    out = [q_PHd[:0]]
+    for (_, width), *qkv in zip(rectangles, *(x.split(sizes) for x in (q_PHd, k_PGd, v_PGd)), strict=True):
+        q, k, v = (x.unflatten(0, (-1, width)).transpose(1, 2) for x in qkv)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        out.append(o.transpose(1, 2).flatten(0, 1))
+    return out[1] if len(out) == 2 else torch.cat(out)
 
 
 class _Pad(torch.autograd.Function):

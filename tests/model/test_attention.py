@@ -1,5 +1,6 @@
 """Packed and paged attention are two plans of one function, and no sequence sees another."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from contraflow.errors import ModelError
-from contraflow.model.attention import PackedPlan, PagedPlan, attend
+from contraflow.model.attention import PackedPlan, PagedPlan, _rectangles, attend
 from contraflow.model.cache import KVCache
 from contraflow.model.decoder import Decoder
 
@@ -189,6 +190,14 @@ def test_attend_is_softmax_attention_by_its_formula(heads: int, kv_heads: int) -
                 scores = k[start : token + 1, group] @ q[token, head] / 8**0.5
                 wanted = scores.softmax(0) @ v[start : token + 1, group]
                 torch.testing.assert_close(out[token, head].double(), wanted, rtol=0, atol=1e-5)
+
+
+@given(lengths=st.lists(st.integers(1, 3000), max_size=40))
+def test_padding_never_doubles_the_tokens(lengths: list[int]) -> None:
+    rectangles, firsts = _rectangles(lengths)
+    assert sum(rows * width for rows, width in rectangles) <= 2 * sum(lengths)
+    places = sorted((first, first + length) for first, length in zip(firsts, lengths, strict=True))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
 
 
 @pytest.mark.parametrize("starts", [[0, 3, 3], [0, 3, 2], [1, 3], []])
