@@ -55,6 +55,7 @@ class Learner:
     ) -> None:
         self.account = account
         self.steps = 0
+        self.refused = 0
         self._train, self._loss, self._weights, self._place = train, loss, weights, place
         self._run = Path(place.run_folder)
         self._tokenizer = Tokenizer.load(Path(place.model_folder))
@@ -82,7 +83,7 @@ class Learner:
         """Train on the groups of a take and publish version `take.step + 1`.
 
         A step that could not be applied publishes the weights of before. Raises TrainingError when `groups` are not
-        those of the take, CarrierError or BlobError when the version cannot be published.
+        those of the take or a bad batch cannot be written aside, CarrierError or BlobError when publishing fails.
         """
         before = self.account.seconds()
         with self.account.charge("batch"):
@@ -93,6 +94,7 @@ class Learner:
             self._record(groups, take.step)
         manifest = self.publish(take.step + 1)
         self.steps += 1
+        self.refused += bool(outcome.fault)
         after = self.account.seconds()
         return _report(
             take.step,

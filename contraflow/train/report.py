@@ -51,5 +51,6 @@ class TrainReport(msgspec.Struct, frozen=True):
 
     doing: str
     seconds: dict[str, float]
-    step: int  # steps done by this process
+    steps: int  # done by this process
+    refused: int  # of these, not applied, since a loss or gradient was not finite
     updates: int  # optimizer updates applied since the run began

@@ -39,7 +39,10 @@ class Trainer:
         learner.account.switch("wait")
 
     async def step(self, take: Take) -> StepReport:
-        """Train on the groups of `take` and publish version `take.step + 1`. See `StepReport` for bad batches."""
+        """Train on the groups of `take` and publish version `take.step + 1`. See `StepReport` for bad batches.
+
+        Raises what buffer, carrier or a full disk raised. The weights may have moved by then: resume from a cut.
+        """
         async with self._turn:
             groups = await self._fetch(take)
             return await self._work(lambda: self._learner.learn(take, groups))
@@ -60,7 +63,8 @@ class Trainer:
         return TrainReport(
             doing=account.cause,
             seconds=account.seconds(),
-            step=self._learner.steps,
+            steps=self._learner.steps,
+            refused=self._learner.refused,
             updates=self._learner.optimizer.updates,
         )
 

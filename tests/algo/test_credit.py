@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from contraflow.algo.credit import group_advantages
@@ -42,6 +42,7 @@ def test_a_reward_that_is_not_finite_is_never_smoothed_over(bad):
     assert not torch.isfinite(advantages).any()
 
 
+@settings(deadline=None)
 @given(rewards)
 def test_advantages_sum_to_zero_and_grpo_has_unit_spread_or_none(rewards_G):
     advantages_G = group_advantages(rewards_G, kind="grpo")
@@ -50,6 +51,7 @@ def test_advantages_sum_to_zero_and_grpo_has_unit_spread_or_none(rewards_G):
     assert spread == 0 or spread == pytest.approx(1, abs=1e-6)
 
 
+@settings(deadline=None)
 @given(rewards, st.floats(0.1, 10), st.floats(-10, 10))
 def test_grpo_ignores_the_scale_and_the_offset_of_rewards(rewards_G, scale, offset):
     spread = float((rewards_G - rewards_G.mean()).square().mean().sqrt())

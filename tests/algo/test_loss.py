@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from contraflow.algo.loss import clipped_surrogate, kl_loss, policy_loss, token_shares
@@ -28,6 +28,7 @@ def test_shares_of_nothing_are_finite(reduction):
     assert bool(torch.isfinite(token_shares(torch.tensor([0, 0]), reduction=reduction)).all())
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=40), st.sampled_from(["token", "sequence"]))
 def test_shares_sum_to_one_over_trained_tokens(lengths, reduction):
     lengths_S = torch.tensor(lengths)
@@ -66,6 +67,7 @@ def test_a_ratio_that_would_overflow_leaves_the_gradient_finite():
     assert new_N.grad.tolist() == [0.0, 0.0]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**31))
 def test_gradients_equal_finite_differences(seed):
     generator = torch.Generator().manual_seed(seed)

@@ -2,7 +2,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contraflow.errors import TrainingError
@@ -114,6 +114,7 @@ def test_a_sample_longer_than_the_budget_gets_its_own_batch():
     assert [np.diff(b.starts).tolist() for b in batches] == [[50], [4, 3]]
 
 
+@settings(deadline=None)
 @given(shapes, st.integers(1, 80), st.sampled_from(["token", "sequence"]))
 def test_packing_keeps_every_sample_whole_once_and_inside_the_budget(pairs, budget, reduction):
     made = build(pairs)
@@ -128,6 +129,7 @@ def test_packing_keeps_every_sample_whole_once_and_inside_the_budget(pairs, budg
     assert all(not b.weights[~b.mask].any() for b in batches)
 
 
+@settings(deadline=None)
 @given(shapes, st.integers(1, 80), st.sampled_from(["token", "sequence"]))
 def test_a_token_weighs_the_same_whatever_it_is_packed_with(pairs, budget, reduction):
     made = build(pairs)
@@ -140,6 +142,7 @@ def test_a_token_weighs_the_same_whatever_it_is_packed_with(pairs, budget, reduc
     assert weights(pack(made, tokens_per_batch=budget, reduction=reduction)) == weights(few)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 9), st.integers(0, 1000))
 def test_updates_share_the_groups_evenly_and_depend_on_the_seed_alone(count, parts, seed):
     shares = split(count, parts, seed=(seed, 5, 0))

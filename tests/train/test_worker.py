@@ -159,7 +159,7 @@ def test_a_step_trains_publishes_the_next_version_and_reports(bench, model_folde
         assert np.array(report.expert_loads).sum(1).tolist() == [2 * 7 * 4 * P] * 2
         json.dumps(msgspec.to_builtins(report, enc_hook=np.ndarray.tolist), allow_nan=False)
         told = await here.trainer.call(5, Trainer.report)
-        assert (told.doing, told.step, told.updates) == ("wait", 1, 1)
+        assert (told.doing, told.steps, told.refused, told.updates) == ("wait", 1, 0, 1)
         assert {"wait", "fetch", "batch", "forward", "backward", "optimizer", "publish"} <= told.seconds.keys()
 
     inline(body)
@@ -285,6 +285,8 @@ def test_a_batch_with_nan_is_set_aside_and_the_version_holds_the_weights_of_befo
             assert np.isnan(stored["0.advantages" if field == "reward" else "0.behaviour"]).any()
         json.dumps(msgspec.to_builtins(bad, enc_hook=np.ndarray.tolist), allow_nan=False)
         assert (await here.step(2)).applied
+        told = await here.trainer.call(5, Trainer.report)
+        assert (told.steps, told.refused, told.updates) == (3, 1, 2)
 
     inline(body)
 
