@@ -41,19 +41,25 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Tokens int64 `[B]` and their log-probabilities fp32 `[B]` under softmax(logits * scale).
 
-    `scales_B` fp32 is 1/temperature; `greedy_B` bool rows take the largest logit instead (scale 1 there). Inverse CDF
-    in fp32: the token whose interval of the running sum holds the uniform. A token of probability 0 is never drawn:
-    only tokens with mass compete, whatever the rounding of the (on CUDA parallel) running sum.
+    `scales_B` fp32 is 1/temperature; `greedy_B` bool rows take the largest logit instead (scale 1 there).
     """
     logprobs_BV = torch.log_softmax(logits_BV * scales_B[:, None], dim=-1)
-    mass_BV = logprobs_BV.exp()
+    drawn_B = invert_cdf(logprobs_BV.exp(), uniforms(keys_B, positions_B))
+    tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), drawn_B)
+    return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
+
+
+def invert_cdf(mass_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """int64 `[B]`: the token whose interval of the running sum of `mass_BV` holds the uniform, all in fp32.
+
+    A token of mass 0 is never drawn: only tokens with mass compete, whatever the rounding of the sum, which on CUDA is
+    parallel and so need not even rise.
+    """
     sums_BV = mass_BV.cumsum(-1).masked_fill_(mass_BV <= 0, 0)
     total_B1 = sums_BV.amax(-1, keepdim=True)
     # Below the largest sum even after rounding, so that the last token with mass is always within reach.
-    aim_B1 = torch.minimum(uniforms(keys_B, positions_B)[:, None] * total_B1, total_B1 * (1 - 2 * _UNIT))
-    drawn_B = (sums_BV > aim_B1).byte().argmax(-1)
-    tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), drawn_B)
-    return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
+    aim_B1 = torch.minimum(uniforms_B[:, None] * total_B1, total_B1 * (1 - 2 * _UNIT))
+    return (sums_BV > aim_B1).byte().argmax(-1)
 
 
 def _mix(z: int) -> int:

@@ -148,7 +148,6 @@ class Scheduler:
     def refresh(self) -> None:
         """The weights changed: nothing computed before is shared with what comes after."""
         self._pool.forget()
-        self._computing.clear()
         for sequence in (*self.prefilling.values(), *self.decoding.values()):
             sequence.pure = False
 

@@ -151,7 +151,23 @@ def test_generation_ends_with_the_first_stop_token_and_keeps_it(lab: Lab) -> Non
             answer = await engine.generate(ask(new=30, stop_tokens=stops))
             assert answer.tokens.tolist() == free[: first + 1]
             assert answer.stop is StopReason.STOP
-            await engine.generate(ask(new=2))  # a request without stops, after one with: none is left over
+            again = await engine.generate(ask(new=30))  # a request without stops, after one with: none is left over
+            assert again.tokens.tolist() == free
+
+    run(body)
+
+
+def test_each_request_of_a_crowd_has_its_own_stops_and_length(lab: Lab) -> None:
+    async def body() -> None:
+        async with opened(lab) as engine:
+            lengths = [30, 3, 25, 9, 40, 17, 22, 5]
+            free = [(await engine.generate(ask(new=n, seed=n))).tokens.tolist() for n in lengths]
+            stops = [tuple(tokens[i::7][1:3]) for i, tokens in enumerate(free)]
+            crowd = [ask(f"c{i}", new=n, seed=n, stop_tokens=stops[i]) for i, n in enumerate(lengths)]
+            for i, answer in enumerate(await asyncio.gather(*(engine.generate(r) for r in crowd))):
+                end = min((free[i].index(s) + 1 for s in stops[i] if s in free[i]), default=lengths[i])
+                assert answer.tokens.tolist() == free[i][:end]
+                assert (answer.stop is StopReason.STOP) == bool(stops[i])
 
     run(body)
 

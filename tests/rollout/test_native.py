@@ -20,6 +20,7 @@ from contraflow.model.families import ModelConfig
 from contraflow.model.router import RouterTape
 from contraflow.rollout.native import NativeEngine
 from contraflow.rollout.passes import bucket
+from contraflow.rollout.sampling import stream_key, uniforms
 from contraflow.types import Completion, Probe, Request, Span, Version
 from contraflow.weights.probe import make_probe, probe_prompts
 
@@ -251,6 +252,22 @@ def test_what_is_sampled_first_follows_the_model_by_chi_square() -> None:
         chi_square = ((seen - expected)[common] ** 2 / expected[common]).sum()
         degrees = common.sum() - 1
         assert chi_square < degrees + 4.5 * math.sqrt(2 * degrees)
+        await engine.close()
+
+    run(body)
+
+
+def test_the_noise_of_a_token_is_that_of_its_seed_and_its_place_in_the_sequence() -> None:
+    async def body() -> None:
+        decoder = new_decoder(tiny(), seed=1)
+        with torch.no_grad():
+            decoder.head.zero_()  # every token has probability 1/32, so the token is the uniform's first five bits
+        engine = engine_of(decoder)
+        requests = [ask(f"u{i}", range(1 + i), new=20, seed=i // 2) for i in range(10)]
+        for request, answer in zip(requests, await answers(engine, requests), strict=True):
+            places = torch.arange(len(request.prompt), len(request.prompt) + 20)
+            noise = uniforms(torch.full((20,), stream_key(request.seed)), places)
+            assert answer.tokens.tolist() == (noise * VOCAB).long().tolist()
         await engine.close()
 
     run(body)

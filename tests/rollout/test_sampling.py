@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contraflow.rollout.sampling import sample, stream_key, uniforms
+from contraflow.rollout.sampling import invert_cdf, sample, stream_key, uniforms
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
@@ -87,19 +87,18 @@ def test_tokens_of_probability_zero_are_never_drawn() -> None:
     assert set(draw(logits, 100_000).tolist()) == {3, 17, 31}
 
 
-@given(st.integers(1, 300), st.integers(0, 2**32))
-def test_the_drawn_token_always_has_mass_even_at_the_ends_of_the_unit_interval(vocab: int, seed: int) -> None:
-    logits = torch.randn(64, vocab, generator=torch.Generator().manual_seed(seed)) * 60
-    logits[:, vocab // 2 + 1 :] = -torch.inf
-    tokens, logprobs = sample(
-        logits,
-        scales_B=torch.ones(64),
-        greedy_B=torch.zeros(64, dtype=torch.bool),
-        keys_B=torch.arange(64),
-        positions_B=torch.arange(64),
-    )
-    assert (tokens <= vocab // 2).all()
-    assert torch.isfinite(logprobs).all()
+@given(st.integers(1, 300), st.integers(0, 2**32), st.sampled_from([0.0, 0.5, 1 - 2**-23, 1 - 2**-24]))
+def test_only_tokens_with_mass_are_drawn_even_at_the_ends_of_the_unit_interval(vocab: int, seed: int, u: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    mass = torch.rand(64, vocab, generator=generator) ** 8
+    mass[torch.rand(64, vocab, generator=generator) < 0.5] = 0
+    mass[:, [0, -1]] = 0 if vocab > 2 else 1
+    mass[:, vocab // 2] = 1
+    mass /= mass.sum(-1, keepdim=True)  # adds up to 1 only nearly
+    tokens = invert_cdf(mass, torch.full((64,), u))
+    assert (mass.gather(-1, tokens[:, None]) > 0).all()
+    if u == 0:
+        assert (tokens == (mass > 0).byte().argmax(-1)).all()
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 31, 50_000])

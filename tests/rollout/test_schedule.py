@@ -177,6 +177,7 @@ def test_after_a_refresh_nothing_old_is_shared_and_what_was_begun_is_not_indexed
     rig.version = Version(0, 2)
     rig.scheduler.refresh()
     rig.kv.clear()  # an old block that is shared would be missed here
+    assert rig.pool.match(V1, np.arange(8, dtype=np.int32)).blocks == []
     kept = rig.scheduler.prefilling[0]
     rig.submit(range(13), 2)
     plan = rig.scheduler.plan(rig.version)
@@ -185,6 +186,17 @@ def test_after_a_refresh_nothing_old_is_shared_and_what_was_begun_is_not_indexed
     rig.scheduler.settle()
     rig.scheduler.leave(kept, rig.version)
     assert not rig.pool.match(rig.version, kept.tokens[:12]).blocks[2:]
+
+
+def test_a_tail_that_only_fits_uncopied_is_computed_again() -> None:
+    rig = Rig(blocks=3)
+    rig.submit(range(11), 2)
+    rig.run()
+    rig.submit(range(11), 2)  # its three blocks are all there is: the cached tail can't be held beside them
+    plan = rig.step()
+    assert not plan.copies
+    assert [(c.start, c.end) for c in plan.chunks] == [(8, 10)]
+    rig.run()
 
 
 def test_the_youngest_is_preempted_and_resumed_with_its_tokens() -> None:
