@@ -55,7 +55,8 @@ class House:
         try:
             await self.control.call(stop_s, Control.stop)
         except WorkerDied as death:
-            if death.worker != self.name or await self.ended:
+            await asyncio.wait({self.ended})
+            if death.worker != self.name or self.ended.result():
                 raise  # otherwise it ended as asked, before its answer went out
         except BaseException as error:
             willing = not isinstance(error, DeadlineExceeded | asyncio.CancelledError)

@@ -17,7 +17,7 @@ from contraflow.runtime.base import Address, Gang, Ref, Rendezvous
 from contraflow.runtime.faults import from_fault, to_fault
 from contraflow.runtime.gang import RefGang
 from contraflow.runtime.method import method_of
-from contraflow.runtime.names import check_names, factory_name
+from contraflow.runtime.names import check_names, factory_name, unknown
 from contraflow.runtime.service import Service, open_answer
 from contraflow.runtime.wire import Frame, Frames
 from contraflow.telemetry import Clock
@@ -170,17 +170,20 @@ class InlineRuntime:
     async def stop(self, name: str) -> None:
         """See `Runtime.stop`. Raises, once the worker is gone, what `close()` raised or that it took too long."""
         if name not in self._started:
-            raise ChannelError(f"nothing named {name!r} was started; started: {', '.join(self._started) or 'nothing'}")
+            raise unknown(name, self._started)
         await self._stop(self._started[name])
 
     def kill(self, name: str) -> None:
         """End one worker as a fault would: no `close()`, its calls fail, its gang dies, `next_death` reports it."""
-        for place in self._all():
-            if place.address.worker == name and not place.death:
-                death = WorkerDied(name, f"killed; was running {place.service.running or 'nothing'}")
-                for mate in place.mates:
-                    mate.bury(death)
-                self._deaths.put_nowait(death)
+        places = [place for place in self._all() if place.address.worker == name]
+        if not places:
+            raise unknown(name, [place.address.worker for place in self._all()])
+        if places[-1].death:
+            return
+        death = WorkerDied(name, f"killed; was running {places[-1].service.running or 'nothing'}")
+        for mate in places[-1].mates:
+            mate.bury(death)
+        self._deaths.put_nowait(death)
 
     async def next_death(self) -> WorkerDied:
         """See `Runtime.next_death`."""
@@ -198,7 +201,8 @@ class InlineRuntime:
         return [place for places in self._started.values() for place in places]
 
     def _launch(self, name: str, members: Mapping[str, Mapping[str, Any]], factory: Callable[..., W]) -> list[Ref[W]]:
-        check_names(name, members, {place.address.worker for place in self._all() if not place.death})
+        alive = {begun: [p.address.worker for p in places if not p.death] for begun, places in self._started.items()}
+        check_names(name, members, alive)
         places: list[_Place] = []
         try:
             for member, kwargs in members.items():

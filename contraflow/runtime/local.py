@@ -25,7 +25,7 @@ from contraflow.runtime.base import Address, Gang, Ref, Rendezvous
 from contraflow.runtime.channel import Caller, ChannelRef
 from contraflow.runtime.gang import GRACE_S, RefGang, together
 from contraflow.runtime.house import House
-from contraflow.runtime.names import check_names
+from contraflow.runtime.names import check_names, unknown
 from contraflow.runtime.process import Control, Grave, Setup
 from contraflow.telemetry import Clock
 
@@ -86,14 +86,15 @@ class LocalRuntime:
     async def stop(self, name: str) -> None:
         """See `Runtime.stop`. Raises, once the process is gone, what `close()` raised or that it took too long."""
         if name not in self._started:
-            raise ChannelError(f"nothing named {name!r} was started; started: {', '.join(self._started) or 'nothing'}")
+            raise unknown(name, self._started)
         await self._stop(self._started[name])
 
     def kill(self, name: str) -> None:
         """Kill one worker process as a fault would; `next_death` reports it."""
-        for house in self._all():
-            if house.name == name:
-                house.kill()
+        houses = [house for house in self._all() if house.name == name]
+        if not houses:
+            raise unknown(name, [house.name for house in self._all()])
+        houses[-1].kill()
 
     async def next_death(self) -> WorkerDied:
         """See `Runtime.next_death`."""
@@ -118,10 +119,13 @@ class LocalRuntime:
     async def _launch(
         self, name: str, members: Mapping[str, Mapping[str, Any]], factory: Callable[..., W]
     ) -> list[Ref[W]]:
-        check_names(name, members, {house.name for house in self._all() if not house.ended.done()})
+        alive = {begun: [h.name for h in houses if not h.buried] for begun, houses in self._started.items()}
+        check_names(name, members, alive)
         houses = [self._build(member, factory, kwargs) for member, kwargs in members.items()]
+        dying = self._started.get(name, [])
         self._started[name] = houses
         try:
+            await asyncio.gather(*[house.leave(willing=True) for house in dying])
             await together([self._open(house) for house in houses], GRACE_S)
         except BaseException:
             await asyncio.gather(*[house.leave(willing=False) for house in houses])
@@ -162,10 +166,11 @@ class LocalRuntime:
             raise DeadlineExceeded(OWNER, f"the start of worker {house.name!r}", self._start_s) from None
 
     async def _stop(self, houses: Iterable[House]) -> None:
-        living = [house for house in houses if not house.buried]
-        for house in living:
+        ends = []
+        for house in houses:
             house.watched = False
-        outcomes = await asyncio.gather(*[house.stop(self._stop_s) for house in living], return_exceptions=True)
+            ends.append(house.leave(willing=True) if house.buried else house.stop(self._stop_s))
+        outcomes = await asyncio.gather(*ends, return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 outcome.__suppress_context__ = False  # show also what was being handled, when this ends a failed run

@@ -369,8 +369,11 @@ def test_a_name_in_use_is_refused(play: Play) -> None:
         await runtime.start_gang("ranks", 2, make_drill)
         for start in (
             runtime.start("drill", make_drill),
+            runtime.start("ranks", make_drill),
             runtime.start("ranks-1", make_drill),
             runtime.start_gang("ranks", 1, make_drill),
+            runtime.start_gang("drill", 1, make_drill),
+            runtime.start_gang("ranks-0", 1, make_drill),
         ):
             with pytest.raises(ChannelError, match="is alive"):
                 await start
@@ -427,6 +430,8 @@ def test_stopping_what_was_never_started_is_refused(play: Play) -> None:
     async def scene(runtime: Any) -> None:
         with pytest.raises(ChannelError, match="nothing named 'ghost'"):
             await runtime.stop("ghost")
+        with pytest.raises(ChannelError, match="nothing named 'ghost'"):
+            runtime.kill("ghost")
 
     play(scene)
 
@@ -559,11 +564,10 @@ def test_one_rank_s_death_kills_the_gang_once_and_names_the_rank(play: Play) -> 
             with pytest.raises(WorkerDied, match="'ranks-1' died"):
                 await call
         assert time.monotonic() - begin < 2
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(runtime.next_death(), 0.3)
-        await runtime.stop("ranks")
         again = await runtime.start_gang("ranks", 2, make_drill)
         assert await again.call(5, Drill.rank) == [0, 1]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(runtime.next_death(), 0.3)
 
     play(scene)
 
