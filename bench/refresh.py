@@ -4,7 +4,7 @@
 
 Two processes: this one publishes, the other generates without pause and is refreshed. Beside it, in the same run and in
 turn, what people do instead: torch.save or safetensors to shared memory, then load and load_state_dict in the engine's
-process, with the engine standing still, no digest and no probe. All times in seconds; median and worst over versions.
+process, with the engine standing still, no digest and no probe. Times: best, median and worst over versions.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -52,7 +52,7 @@ SIZES = {
         experts=16, top_k=2, expert_ffn=240, renormalise=True,
     ),
 }  # fmt: skip
-CARRIERS = ("memory", "blob")
+CARRIERS: tuple[Literal["memory", "blob"], ...] = ("memory", "blob")
 PEERS = ("torch.save", "safetensors")
 SEQUENCES = 32
 BUSY_BEFORE = os.getloadavg()
@@ -105,10 +105,7 @@ class Trainer:
         self._decoder = decoder
         self._prompts = probe_prompts(decoder.config.vocab, prompts=4, tokens=16, seed=0)
         self._shared = shared_folder() / folder.name
-        self._publishers = {
-            way: Publisher(open_carrier(Weights(carrier=way), folder))
-            for way in CARRIERS  # type: ignore[arg-type]
-        }
+        self._publishers = {str(way): Publisher(open_carrier(Weights(carrier=way), folder)) for way in CARRIERS}
 
     def publish(self, way: str, n: int) -> tuple[Manifest | str, Times]:
         start = time.perf_counter()
@@ -121,7 +118,7 @@ class Trainer:
         manifest = self._publishers[way].publish(
             self._decoder.state_dict(),
             # One engine serves all ways, so their versions rise together.
-            version=Version(1, len(CARRIERS) * n + CARRIERS.index(way)),
+            version=Version(1, len(CARRIERS) * n + list(self._publishers).index(way)),
             model=self._decoder.config.digest(),
             probe=probe,
             chunk_bytes=Weights().chunk_bytes,
@@ -148,7 +145,7 @@ async def _serve(size: str, folder: Path, orders: Connection) -> None:
     refreshers = {
         way: Refresher(
             engine,
-            open_carrier(Weights(carrier=way), folder),  # type: ignore[arg-type]
+            open_carrier(Weights(carrier=way), folder),
             clock=time.perf_counter,
             expected=expected,
         )
@@ -193,6 +190,7 @@ async def peer(engine: NativeEngine, decoder: Decoder, way: str, path: str) -> T
 def summary(seen: list[Times]) -> dict[str, dict[str, float]]:
     return {
         name: {
+            "best": round(min(times[name] for times in seen), 6),
             "median": round(statistics.median(times[name] for times in seen), 6),
             "worst": round(max(times[name] for times in seen), 6),
         }
@@ -202,7 +200,7 @@ def summary(seen: list[Times]) -> dict[str, dict[str, float]]:
 
 def line(row: dict[str, Any]) -> str:
     parts = [
-        f"{name} {1e3 * value['median']:.2f} ({1e3 * value['worst']:.2f}) ms"
+        f"{name} {1e3 * value['best']:.1f} / {1e3 * value['median']:.1f} / {1e3 * value['worst']:.1f} ms"
         for name, value in row.items()
         if isinstance(value, dict)
     ]
@@ -219,7 +217,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "engine": f"native, {SEQUENCES} sequences in flight, one thread",
-        "values": "seconds, median and worst over versions",
+        "values": "seconds: best, median and worst over versions",
     }
 
 
