@@ -214,7 +214,7 @@ def _open_line(db: sqlite3.Connection, path: Path, resume_step: int | None) -> O
     db.execute("INSERT INTO lines VALUES (?, ?, ?)", (line, _parent(db, path, resume_step), resume_step))
     waiting, changes = _sort_out(db, line)
     db.executemany(INSERT, (_row(line, event) for event in changes))
-    (last,) = db.execute("SELECT max(group_id) FROM events").fetchone()
+    (last,) = db.execute("SELECT max(group_id) FROM events WHERE kind = 'posed'").fetchone()
     return Opening(line=line, step=resume_step, waiting=tuple(waiting), fresh=0 if last is None else last + 1)
 
 
