@@ -1,8 +1,8 @@
-"""Dispatch on one rank that holds all experts: a sort by expert and two gathers.
+"""Dispatch on one rank that holds all experts: a sort by expert, a gather out and a sum back.
 
-Exact form (`capacity=None`): one row per chosen expert, so the number of rows depends on the data and is read on the
-host. Fixed form (`capacity=C`): at most C rows and nothing read on the host, so it can run inside a CUDA graph; pairs
-past C are lost and noted in `overflow`. Shape letters as in `base`; P = T*K pairs.
+On a CPU, without a capacity, there is one row per chosen expert; their number depends on the data and is read. With a
+capacity, and always on a GPU, the number of rows follows from shapes alone and nothing is read on the host, so that it
+can run inside a CUDA graph. Shape letters as in `base`; P = T*K pairs.
 """
 
 from dataclasses import dataclass
@@ -17,18 +17,19 @@ from contraflow.errors import DispatchError
 
 @dataclass(slots=True)
 class Places:
-    """Where each row came from and where each pair went. `present_TK` is None when every pair has a row."""
+    """Where each row came from; and, when rows are of a fixed number, where each pair went and whether it is there."""
 
     token_R: Tensor
-    row_TK: Tensor
-    present_TK: Tensor | None
+    tokens: int
+    row_TK: Tensor | None = None
+    present_TK: Tensor | None = None
     used: bool = False
 
 
 class LocalDispatch:
-    """All experts on this rank.
+    """All experts on this rank; `capacity` is the most rows of a call, None for as many as there are pairs.
 
-    Invariant: `overflow` is true if and only if some call since the last `check_overflow` had more pairs than rows.
+    Invariant: `overflow` is true if and only if some call since the last `check_overflow` had more pairs than capacity.
     Expert ids are trusted to be in [-1, num_experts): looking at them would wait for the device.
     """
 
@@ -37,35 +38,44 @@ class LocalDispatch:
             raise DispatchError(f"experts {num_experts} and capacity {capacity} must be at least 1")
         self.num_experts = num_experts
         self.capacity = capacity
+        self._none_and_experts = torch.arange(-1, num_experts)
         self._needed: Tensor | None = None  # most rows any call asked for
 
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Rows[Places]:
-        """See `Dispatch.dispatch`. The fixed form gives min(capacity, T*K) rows."""
+        """See `Dispatch.dispatch`. Rows are min(capacity, T*K) where their number is fixed."""
         check_pairs(x_TD, expert_ids_TK, weights_TK)
-        pairs, experts = expert_ids_TK.numel(), self.num_experts
-        # -1 becomes E, so pairs without an expert sort last. The sort is stable: rows of an expert keep token order.
-        keys_P, pair_P = torch.sort(expert_ids_TK.reshape(-1).remainder(experts + 1), stable=True)
-        ends_E = torch.searchsorted(keys_P, torch.arange(experts, device=keys_P.device), right=True, out_int32=True)
-        rows = self._rows(ends_E[-1], pairs)
-        pair_R = pair_P[:rows]
-        row_P = torch.empty_like(pair_P).scatter_(0, pair_P, torch.arange(pairs, device=pair_P.device))
-        weights_R = weights_TK.reshape(-1).index_select(0, pair_R)
-        present_P = None
+        if self.capacity is not None or x_TD.is_cuda:
+            return self._fixed(x_TD, expert_ids_TK, weights_TK)
+        tokens, choices = expert_ids_TK.shape
+        # The sort is stable: rows of an expert keep token order. Pairs without an expert (-1) come first, and are cut.
+        keys_P, pair_R = expert_ids_TK.view(-1).sort(stable=True)
+        bounds = torch.searchsorted(keys_P, self._none_and_experts, right=True, out_int32=True)
+        absent, ends_E = int(bounds[0]), bounds[1:]
+        if absent:
+            pair_R, ends_E = pair_R[absent:], ends_E - absent
+        token_R = pair_R // choices if choices > 1 else pair_R
+        weights_R = weights_TK.view(-1).index_select(0, pair_R)
+        return Rows(x_TD.index_select(0, token_R), weights_R, ends_E, Places(token_R, tokens))
+
+    def _fixed(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Rows[Places]:
+        (tokens, choices), pairs = expert_ids_TK.shape, expert_ids_TK.numel()
+        experts, device = self.num_experts, x_TD.device
+        # -1 becomes E, so that pairs without an expert sort last.
+        keys_P, pair_P = expert_ids_TK.reshape(-1).remainder(experts + 1).sort(stable=True)
+        ends_E = torch.searchsorted(keys_P, torch.arange(experts, device=device), right=True, out_int32=True)
+        rows = pairs
         if self.capacity is not None:
+            self._note(ends_E[-1])
+            rows = min(self.capacity, pairs)
             ends_E = ends_E.clamp_max(rows)
-            present_P = row_P < ends_E[-1]
-            weights_R = torch.where(torch.arange(rows, device=pair_R.device) < ends_E[-1], weights_R, 0.0)
-        elif rows < pairs:
-            present_P = row_P < rows
-        if present_P is not None:
-            row_P = torch.where(present_P, row_P, 0)
-        shape = expert_ids_TK.shape
-        places = Places(
-            token_R=pair_R // shape[1] if shape[1] > 1 else pair_R,
-            row_TK=row_P.view(shape),
-            present_TK=None if present_P is None else present_P.view(shape),
-        )
-        return Rows(_spread(x_TD, places), weights_R, ends_E, places)
+        row_P = torch.empty_like(pair_P).scatter_(0, pair_P, torch.arange(pairs, device=device))
+        present_P = row_P < ends_E[-1]
+        token_R = pair_P[:rows] // max(choices, 1)
+        weights_R = weights_TK.reshape(-1).index_select(0, pair_P[:rows])
+        weights_R = torch.where(torch.arange(rows, device=device) < ends_E[-1], weights_R, 0.0)
+        row_TK, present_TK = torch.where(present_P, row_P, 0).view(tokens, choices), present_P.view(tokens, choices)
+        x_RD = _Spread.apply(x_TD, token_R, row_TK, present_TK)  # type: ignore[no-untyped-call]
+        return Rows(x_RD, weights_R, ends_E, Places(token_R, tokens, row_TK, present_TK))
 
     def combine(self, y_RD: Tensor, handle: Places) -> Tensor:
         """See `Dispatch.combine`."""
@@ -73,7 +83,10 @@ class LocalDispatch:
             raise DispatchError("this dispatch handle was combined before; dispatch again")
         check_rows(y_RD, handle.token_R.shape[0])
         handle.used = True
-        return _gather(y_RD, handle)
+        if handle.row_TK is None:
+            return y_RD.new_zeros(handle.tokens, y_RD.shape[1]).index_add_(0, handle.token_R, y_RD)
+        sums: Tensor = _Gather.apply(y_RD, handle.token_R, handle.row_TK, handle.present_TK)  # type: ignore[no-untyped-call]
+        return sums
 
     @property
     def overflow(self) -> Tensor:
@@ -94,67 +107,46 @@ class LocalDispatch:
                 "lost; raise the capacity to tokens * experts per token"
             )
 
-    def _rows(self, total: Tensor, pairs: int) -> int:
-        if self.capacity is None:
-            return int(total)
+    def _note(self, total: Tensor) -> None:
         if self._needed is None:
             with torch.inference_mode(False):  # it outlives the call, so it must be an ordinary tensor
-                self._needed = torch.zeros((), dtype=torch.int32, device=total.device)
+                self._needed = torch.zeros_like(total)
         torch.maximum(self._needed, total, out=self._needed)
-        return min(self.capacity, pairs)
-
-
-def _spread(x_TD: Tensor, places: Places) -> Tensor:
-    if not x_TD.requires_grad:  # generation: an autograd function costs more than its work on a few tokens
-        return x_TD.index_select(0, places.token_R)
-    rows: Tensor = _Spread.apply(x_TD, places.token_R, places.row_TK, places.present_TK)  # type: ignore[no-untyped-call]
-    return rows
-
-
-def _gather(y_RD: Tensor, places: Places) -> Tensor:
-    if not y_RD.requires_grad:
-        return _sum_rows(y_RD, places.row_TK, places.present_TK)
-    sums: Tensor = _Gather.apply(y_RD, places.token_R, places.row_TK, places.present_TK)  # type: ignore[no-untyped-call]
-    return sums
 
 
 class _Spread(torch.autograd.Function):
     """Copy tokens to rows. Its backward is `_Gather`'s forward, which no atomic addition makes random on a GPU."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, row_TK: Tensor, present_TK: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, row_TK: Tensor, present_TK: Tensor) -> Tensor:
         ctx.save_for_backward(row_TK, present_TK)
         return x_TD.index_select(0, token_R)
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:
-        row_TK, present_TK = ctx.saved_tensors
-        return _sum_rows(grad_RD, row_TK, present_TK), None, None, None
+        return _sum_rows(grad_RD, *ctx.saved_tensors), None, None, None
 
 
 class _Gather(torch.autograd.Function):
     """Sum the rows of each token. Its backward is `_Spread`'s forward; rows nobody owns get a zero gradient."""
 
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, token_R: Tensor, row_TK: Tensor, present_TK: Tensor | None) -> Tensor:
+    def forward(ctx: Any, y_RD: Tensor, token_R: Tensor, row_TK: Tensor, present_TK: Tensor) -> Tensor:
         ctx.save_for_backward(token_R, present_TK)
         return _sum_rows(y_RD, row_TK, present_TK)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None, None]:
         token_R, present_TK = ctx.saved_tensors
-        grad_RD = grad_TD.index_select(0, token_R)
-        if present_TK is not None:
-            owned = torch.arange(grad_RD.shape[0], device=grad_RD.device) < present_TK.sum()
-            grad_RD = torch.where(owned[:, None], grad_RD, 0.0)
+        owned_R = torch.arange(token_R.shape[0], device=token_R.device) < present_TK.sum()
+        grad_RD = torch.where(owned_R[:, None], grad_TD.index_select(0, token_R), 0.0)
         return grad_RD, None, None, None
 
 
-def _sum_rows(y_RD: Tensor, row_TK: Tensor, present_TK: Tensor | None) -> Tensor:
+def _sum_rows(y_RD: Tensor, row_TK: Tensor, present_TK: Tensor) -> Tensor:
     tokens, choices = row_TK.shape
     if y_RD.shape[0] == 0:
         return y_RD.new_zeros(tokens, y_RD.shape[1])
     y_TKD = y_RD.index_select(0, row_TK.reshape(-1)).view(tokens, choices, -1)
-    if present_TK is not None:  # where, not times: rows past the real ones may hold NaN after a grouped matmul
-        y_TKD = torch.where(present_TK[..., None], y_TKD, 0.0)
-    return y_TKD.sum(1)
+    # where, not times: rows past the real ones may hold NaN after a grouped matmul
+    return torch.where(present_TK[..., None], y_TKD, 0.0).sum(1)

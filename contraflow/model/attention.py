@@ -10,7 +10,7 @@ B cached sequences, N blocks of a table, Q fed tokens of a sequence at most, L p
 import inspect
 import itertools
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 from contraflow.errors import ModelError
 from contraflow.model.cache import KVCache
 from contraflow.model.families import ModelConfig
+from contraflow.model.ops import cast, linear, rms_norm
 from contraflow.model.rotary import Rotation, rotate
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
@@ -66,34 +67,24 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, turn: Rotation, plan: LayerPlan) -> Tensor:
         """`[T, D]` -> `[T, D]`; `turn` holds the tokens' positions."""
-        config, dtype = self.config, x_TD.dtype
-        heads, kv_heads, d = config.heads, config.kv_heads, config.head_dim
-        bias = None if self.qkv_bias is None else self.qkv_bias.to(dtype)
-        qkv = F.linear(x_TD, self.qkv.to(dtype), bias)
-        qk, v = qkv.split([(heads + kv_heads) * d, kv_heads * d], dim=-1)
-        qk = self._normed(qk)
+        config = self.config
+        heads, kv_heads = config.heads, config.kv_heads
+        qkv = linear(x_TD, self.qkv, self.qkv_bias).view(-1, heads + 2 * kv_heads, config.head_dim)
+        qk, v = qkv.split_with_sizes([heads + kv_heads, kv_heads], 1)
+        if self.qk_norm is not None:
+            qk = self._normed(qk, self.qk_norm)
         if config.clip_qkv is not None:
             qk, v = (t.clamp(-config.clip_qkv, config.clip_qkv) for t in (qk, v))
-        q, k = rotate(qk.view(-1, heads + kv_heads, d), turn).split([heads, kv_heads], dim=1)
-        o_THd = attend(q, k, v.view(-1, kv_heads, d), plan)
-        bias = None if self.out_bias is None else self.out_bias.to(dtype)
-        return F.linear(o_THd.reshape(-1, heads * d), self.out.to(dtype), bias)
+        q, k = rotate(qk, turn).split_with_sizes([heads, kv_heads], 1)
+        return linear(attend(q, k, v, plan).flatten(1), self.out, self.out_bias)
 
-    def _normed(self, qk: Tensor) -> Tensor:
+    def _normed(self, qk: Tensor, weight: Tensor) -> Tensor:
         config = self.config
-        if self.qk_norm is None:
-            return qk
-        weight = self.qk_norm.to(qk.dtype)
         if config.qk_norm == "head":
-            qk = qk.view(-1, config.heads + config.kv_heads, config.head_dim)
-            each_Hd = weight.index_select(0, self.kinds)
-            return F.rms_norm(qk, (config.head_dim,), None, config.norm_eps) * each_Hd
-        parts = [config.heads * config.head_dim, config.kv_heads * config.head_dim]
-        q, k = (
-            F.rms_norm(x, (x.shape[-1],), w, config.norm_eps)
-            for x, w in zip(qk.split(parts, -1), weight.split(parts), strict=True)
-        )
-        return torch.cat((q, k), -1)
+            return rms_norm(qk, weight.index_select(0, self.kinds), config.norm_eps)
+        heads = [config.heads, config.kv_heads]
+        parts = zip(qk.split_with_sizes(heads, 1), weight.split([n * config.head_dim for n in heads]), strict=True)
+        return torch.cat([rms_norm(x.flatten(1), w, config.norm_eps).view_as(x) for x, w in parts], 1)
 
 
 class PackedPlan:
@@ -133,7 +124,8 @@ class PackedPlan:
         if q_THd.is_cuda and q_THd.dtype in FLASH_DTYPES:
             starts, longest = self._starts_S1, self.longest
             flat = varlen_attn(q_THd, k_TGd, v_TGd, starts, starts, longest, longest, window_size=(-1, 0), **FLASH_GQA)
-            return cast(Tensor, flat)
+            assert isinstance(flat, Tensor)  # it is a pair only when more is asked for
+            return flat
         if self._as_they_lie:
             return _rows(q_THd, k_TGd, v_TGd, self._rectangles)
         q, k, v = (_Pad.apply(x, self._token_P, self._place_T) for x in (q_THd, k_TGd, v_TGd))  # type: ignore[no-untyped-call]
@@ -223,7 +215,7 @@ class PagedPlan:
 
     def layer(self, index: int) -> "_PagedLayer":
         """The view of one layer's cache."""
-        return _PagedLayer(self, self._cache.pool[index])
+        return _PagedLayer(self, *self._cache.layers[index])
 
     def _mask(self, lengths_B: Tensor, queries_BQ: Tensor | None) -> Tensor:
         device, dtype = lengths_B.device, self._cache.pool.dtype
@@ -238,21 +230,18 @@ class PagedPlan:
             :, None
         ]
 
-    def write(self, pool: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
-        """Put the fed tokens' keys and values into one layer's pool `[NB, BS, 2, G, d]`, where `slots_T` says."""
-        fed = torch.stack((k_TGd, v_TGd), 1).to(pool.dtype)
-        pool.view(-1, *pool.shape[2:]).index_copy_(0, self._slots_T, fed)
+    def write(self, slots: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
+        """Put the fed tokens' keys and values into one layer's slots `[NB * BS, 2, G, d]`, where `slots_T` says."""
+        slots.index_copy_(0, self._slots_T, cast(torch.stack((k_TGd, v_TGd), 1), slots.dtype))
 
-    def attend(self, q_THd: Tensor, pool: Tensor) -> Tensor:
-        """Attention of the fed tokens against one layer's pool, which holds them already."""
-        batch, (heads, d) = self._batch, q_THd.shape[1:]
-        kv_heads = pool.shape[3]
-        kv = pool.view(pool.shape[0], -1).index_select(0, self._tables).view(batch, -1, 2, kv_heads, d)
-        k, v = kv.permute(2, 0, 3, 1, 4).unbind()
+    def attend(self, q_THd: Tensor, blocks: Tensor) -> Tensor:
+        """Attention of the fed tokens against one layer's blocks `[NB, BS * 2 * G * d]`, which hold them already."""
+        batch, (heads, d), kv_heads = self._batch, q_THd.shape[1:], self._cache.pool.shape[4]
+        k, v = blocks.index_select(0, self._tables).view(batch, -1, 2, kv_heads, d).permute(2, 0, 3, 1, 4).unbind()
         # Query heads that share a key/value head become more queries of it: no repeated keys, one plain SDPA.
         if self._queries is None:
             q = q_THd.view(batch, kv_heads, -1, d)
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask_B1QL).reshape(batch, heads, d)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask_B1QL).flatten(1, 2)
         share = heads // kv_heads
         q = q_THd.index_select(0, self._queries.reshape(-1)).view(batch, -1, kv_heads, share, d)
         q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)
@@ -262,14 +251,14 @@ class PagedPlan:
 
 
 class _PagedLayer:
-    """One layer's pool under a plan."""
+    """One layer's part of the cache under a plan: the same memory as blocks and as slots."""
 
-    def __init__(self, plan: PagedPlan, pool: Tensor) -> None:
-        self._plan, self._pool = plan, pool
+    def __init__(self, plan: PagedPlan, blocks: Tensor, slots: Tensor) -> None:
+        self._plan, self._blocks, self._slots = plan, blocks, slots
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        self._plan.write(self._pool, k_TGd, v_TGd)
-        return self._plan.attend(q_THd.to(self._pool.dtype), self._pool).to(q_THd.dtype)
+        self._plan.write(self._slots, k_TGd, v_TGd)
+        return cast(self._plan.attend(cast(q_THd, self._slots.dtype), self._blocks), q_THd.dtype)
 
 
 def _inverse(queries_BQ: Tensor, tokens: int) -> Tensor:

@@ -16,7 +16,8 @@ from contraflow.model.families import ModelConfig
 class KVCache:
     """Keys and values of every layer: views `[layers, NB, BS, G, d]` of one pool `[layers, NB, BS, 2, G, d]`.
 
-    A token's key and value lie side by side, so that one gather and one scatter move both.
+    A token's key and value lie side by side, so that one gather and one scatter move both. `layers` are each layer's
+    views as blocks `[NB, BS * 2 * G * d]` and as slots `[NB * BS, 2, G, d]`.
     Invariant: the pool never moves or grows, so a CUDA graph may hold its address.
     """
 
@@ -29,6 +30,7 @@ class KVCache:
         # Zeros, not garbage: masked-out positions are multiplied by probability 0, and 0 * NaN is NaN.
         self.pool: Tensor = torch.zeros(shape, dtype=dtype, device=device)
         self.keys, self.values = self.pool.unbind(3)
+        self.layers = [(layer.flatten(1), layer.flatten(0, 1)) for layer in self.pool]
         self.blocks = blocks
         self.block_tokens = block_tokens
 

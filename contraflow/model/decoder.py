@@ -18,6 +18,7 @@ from contraflow.errors import ModelError
 from contraflow.model.attention import Attention, LayerPlan, Plan
 from contraflow.model.families import ModelConfig
 from contraflow.model.moe import DenseMLP, MoE
+from contraflow.model.ops import cast, linear, rms_norm
 from contraflow.model.rotary import Rotation, frequencies, rotation
 from contraflow.model.router import RouterTape
 
@@ -87,25 +88,20 @@ class Decoder(nn.Module):
         if tape is not None and tape.used:
             raise ModelError("this router tape already holds a forward pass; give each its own")
         turn = rotation(positions_T, self.signed_d, self.compute_dtype)
-        x_TD = F.embedding(tokens_T, self.embed).to(self.compute_dtype)
+        x_TD = cast(F.embedding(tokens_T, self.embed), self.compute_dtype)
         for index, layer in enumerate(self.layers):
             x_TD = layer(x_TD, turn, plan.layer(index), tape)
         return rms_norm(x_TD, self.norm, self.config.norm_eps)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """fp32 `[T, V]`."""
-        return F.linear(hidden_TD.float(), self.head)
+        return linear(cast(hidden_TD, torch.float32), self.head)
 
     def use_dispatch(self, dispatch: Dispatch[Any]) -> None:
         """Send tokens through `dispatch` from now on, in every MoE layer."""
         for layer in self.layers:
             if isinstance(layer.mlp, MoE):
                 layer.mlp.dispatch = dispatch
-
-
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm (Zhang and Sennrich 2019)."""
-    return F.rms_norm(x_TD, (x_TD.shape[-1],), weight_D.to(x_TD.dtype), eps)
 
 
 def new_decoder(config: ModelConfig, *, seed: int, std: float = 0.02, device: torch.device | str = "cpu") -> Decoder:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from contraflow.dispatch.base import Dispatch
 from contraflow.model.families import ModelConfig
+from contraflow.model.ops import cast, linear
 from contraflow.model.router import Router, RouterTape
 
 
@@ -24,8 +25,7 @@ class DenseMLP(nn.Module):
 
     def forward(self, x_TD: Tensor, tape: RouterTape | None) -> Tensor:
         """`[T, D]` -> `[T, D]`; records nothing."""
-        hidden = swiglu(F.linear(x_TD, self.gate_up.to(x_TD.dtype)))
-        return F.linear(hidden, self.down.to(x_TD.dtype))
+        return linear(swiglu(linear(x_TD, self.gate_up)), self.down)
 
 
 class MoE(nn.Module):
@@ -45,13 +45,13 @@ class MoE(nn.Module):
         """`[T, D]` -> `[T, D]`, the sum of each token's experts by router weight."""
         ids_TK, weights_TK = self.router(x_TD, tape)
         rows = self.dispatch.dispatch(x_TD, ids_TK, weights_TK)
-        answers_RD = self.experts(rows.x_RD, rows.ends_E) * rows.weights_R[:, None]
-        return self.dispatch.combine(answers_RD.to(x_TD.dtype), rows.handle)
+        answers_RD = self.experts(rows.x_RD, rows.ends_E) * rows.weights_R.unsqueeze(1)
+        return self.dispatch.combine(cast(answers_RD, x_TD.dtype), rows.handle)
 
     def experts(self, x_RD: Tensor, ends_E: Tensor) -> Tensor:
         """Each expert over its rows; rows past the last end come out undefined."""
-        gate_up, down = (w.to(x_RD.dtype).transpose(1, 2) for w in (self.gate_up, self.down))
-        return F.grouped_mm(swiglu(F.grouped_mm(x_RD, gate_up, offs=ends_E)), down, offs=ends_E)
+        hidden_RF = swiglu(F.grouped_mm(x_RD, cast(self.gate_up, x_RD.dtype).mT, offs=ends_E))
+        return F.grouped_mm(hidden_RF, cast(self.down, x_RD.dtype).mT, offs=ends_E)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

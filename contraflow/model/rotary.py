@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from contraflow.model.families import ModelConfig, RopeScaling
+from contraflow.model.ops import cast
 
 Rotation = tuple[Tensor, Tensor]  # cos and signed sin, [T, 1, d] each
 
@@ -26,8 +27,8 @@ def frequencies(config: ModelConfig) -> Tensor:
 
 def rotation(positions_T: Tensor, signed_d: Tensor, dtype: torch.dtype) -> Rotation:
     """Turns of each token, computed in fp32 and given in `dtype`."""
-    angles_T1d = (positions_T[:, None] * signed_d)[:, None]
-    return angles_T1d.cos().to(dtype), angles_T1d.sin().to(dtype)
+    angles_T1d = positions_T.view(-1, 1, 1) * signed_d
+    return cast(angles_T1d.cos(), dtype), cast(angles_T1d.sin(), dtype)
 
 
 def rotate(x_THd: Tensor, turn: Rotation) -> Tensor:

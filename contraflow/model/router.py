@@ -8,10 +8,10 @@ Shape letters: T tokens, D width, E experts, K experts per token, M MoE layers.
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from contraflow.errors import ModelError
 from contraflow.model.families import ModelConfig
+from contraflow.model.ops import cast, linear
 
 
 class RouterTape:
@@ -78,7 +78,7 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor, tape: RouterTape | None) -> tuple[Tensor, Tensor]:
         """`[T, D]` -> expert ids int64 `[T, K]`, best first, and their weights fp32 `[T, K]`."""
-        logits_TE = F.linear(x_TD.float(), self.weight)
+        logits_TE = linear(cast(x_TD, torch.float32), self.weight)
         if self.renormalise:  # a softmax over the chosen is the renormalised softmax over all
             top_TK, ids_TK = logits_TE.topk(self.top_k)
             weights_TK = top_TK.softmax(-1)

@@ -175,7 +175,7 @@ def test_padding_rows_give_finite_numbers_and_leave_the_others_alone(make_decode
         padded = PagedPlan(caches[1], torch.tensor([[1], [0]]), torch.tensor([1, 0]), torch.tensor([4, 0]))
         got = decoder(torch.tensor([5, 0]), torch.tensor([0, 0]), padded)
     assert got.isfinite().all()
-    torch.testing.assert_close(got[:1], wanted, rtol=0, atol=1e-6)
+    torch.testing.assert_close(got[:1], wanted, rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])

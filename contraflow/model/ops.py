@@ -1,0 +1,67 @@
+"""The decoder's smallest pieces: weights cast at use, and the root-mean-square norm.
+
+On a CPU, small models spend their time in calling kernels, so the norm is written in as few as torch allows and has
+its own backward; on a GPU and in half precision torch's norm is used. Shape letters: D the normed width.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in `dtype`; itself when it is already (asking costs a tenth of a call of `to`)."""
+    return weight if weight.dtype == dtype else weight.to(dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias` in x's dtype."""
+    return F.linear(x, cast(weight, x.dtype), None if bias is None else cast(bias, x.dtype))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang and Sennrich 2019).
+
+    `weight` is `[D]`, or has further dimensions that broadcast over those of `x`.
+    """
+    if x.is_cuda or x.dtype != torch.float32:
+        weight = cast(weight, x.dtype)
+        if weight.ndim == 1:
+            return F.rms_norm(x, weight.shape, weight, eps)
+        return F.rms_norm(x, x.shape[-1:], None, eps) * weight
+    weight = cast(weight, x.dtype)
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+        return out
+    return (x * _scale(x, eps)).mul_(weight)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = _scale(x, eps)
+        unit = x * scale
+        ctx.save_for_backward(unit, scale, weight)
+        return unit * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        unit, scale, weight = ctx.saved_tensors
+        pull = grad * weight
+        along = torch.linalg.vecdot(pull, unit).unsqueeze(-1)
+        grad_x = torch.addcmul(pull, unit, along, value=-1 / unit.shape[-1]).mul_(scale)
+        return grad_x, (grad * unit).sum_to_size(weight.shape), None
+
+
+def _scale(x: Tensor, eps: float) -> Tensor:
+    """`1 / sqrt(mean(x^2) + eps)`, `[..., 1]`."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return torch.addcmul(_constant(eps), length, length, value=1 / x.shape[-1]).rsqrt_()
+
+
+@lru_cache
+def _constant(value: float) -> Tensor:
+    return torch.tensor(value)
