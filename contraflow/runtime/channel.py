@@ -36,6 +36,7 @@ class _Call(msgspec.Struct, tag="call", array_like=True, frozen=True):
     id: int
     method: str
     control: bool  # for the process that houses the worker, not for the worker itself
+    body: msgspec.Raw  # the first frame of the arguments; the others follow as frames
 
 
 class _Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
@@ -45,6 +46,7 @@ class _Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
 class _Reply(msgspec.Struct, array_like=True, frozen=True):
     id: int
     ok: bool
+    body: msgspec.Raw
 
 
 Answer = tuple[bool, Frames]
@@ -73,7 +75,7 @@ class Server:
                         self._cancel((caller.bytes, request.id))
                         continue
                     service = control if request.control or worker is None else worker
-                    answering = self._answer(service, caller.bytes, request, [f.buffer for f in frames])
+                    answering = self._answer(service, caller.bytes, request, _join(request.body, frames))
                     self._tasks[caller.bytes, request.id] = group.create_task(answering)
             finally:
                 self._socket.close(linger=FLUSH_MS)
@@ -91,7 +93,8 @@ class Server:
         try:
             ok, answer = await service.answer(call.method, frames)
             if not self._socket.closed:
-                await _send(self._socket, [caller, _encode(_Reply(call.id, ok)), *answer])
+                reply = _Reply(call.id, ok, msgspec.Raw(answer[0]))
+                await _send(self._socket, [caller, _encode(reply), *answer[1:]])
         finally:
             del self._tasks[caller, call.id]
 
@@ -146,7 +149,8 @@ class Connection:
         reply: asyncio.Future[Answer | WorkerDied] = asyncio.get_running_loop().create_future()
         self._pending[call] = (size, reply)
         try:
-            await _send(self._socket, [_encode(_Call(call, method, control)), *frames])
+            request = _Call(call, method, control, msgspec.Raw(frames[0]))
+            await _send(self._socket, [_encode(request), *frames[1:]])
             outcome = await reply
         except asyncio.CancelledError:
             if call in self._pending and not self._grave:
@@ -160,7 +164,7 @@ class Connection:
         while True:
             head, *frames = await self._socket.recv_multipart(copy=False)
             reply = _decode_reply(head.buffer)
-            self._finish(reply.id, (reply.ok, [f.buffer for f in frames]))
+            self._finish(reply.id, (reply.ok, _join(reply.body, frames)))
 
     def _finish(self, call: int, outcome: Answer | WorkerDied) -> None:
         size, reply = self._pending.pop(call)
@@ -236,6 +240,10 @@ def _open(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
     socket = context.socket(kind)
     socket.set_hwm(0)  # the callers' allowances bound what is queued; at a mark ZeroMQ would drop answers silently
     return socket
+
+
+def _join(body: msgspec.Raw, frames: Sequence[zmq.Frame]) -> list[Frame]:
+    return [memoryview(body), *[frame.buffer for frame in frames]]
 
 
 async def _send(socket: zmq.asyncio.Socket, frames: Sequence[Frame]) -> None:

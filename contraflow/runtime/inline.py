@@ -10,7 +10,7 @@ import copy
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar
 
 from contraflow.errors import ChannelError, DeadlineExceeded, WorkerDied
 from contraflow.runtime.base import Address, Gang, Ref, Rendezvous
@@ -30,6 +30,9 @@ T = TypeVar("T")
 OWNER = "loop"  # who waits, in errors of calls that no worker made
 
 
+_Reply: TypeAlias = asyncio.Future[tuple[bool, Frames] | WorkerDied]
+
+
 class _Place:
     """One worker. Invariant: once `death` is set, no call is pending, and none will be answered."""
 
@@ -37,36 +40,41 @@ class _Place:
         self.address, self.service = address, service
         self.mates: Sequence[_Place] = (self,)
         self.death: WorkerDied | None = None
-        self._pending: dict[asyncio.Task[None], asyncio.Future[tuple[bool, Frames] | WorkerDied]] = {}
+        self._pending: dict[_Reply, tuple[asyncio.Task[None], Address | None]] = {}
 
-    async def exchange(self, method: str, frames: Frames) -> tuple[bool, Frames]:
+    async def exchange(self, method: str, frames: Frames, caller: Address | None) -> tuple[bool, Frames]:
         """Run a method as a task of its own; cancelled with its caller."""
         if self.death:
             raise _again(self.death)
         loop = asyncio.get_running_loop()
-        reply: asyncio.Future[tuple[bool, Frames] | WorkerDied] = loop.create_future()
+        reply: _Reply = loop.create_future()
         task = loop.create_task(self._answer(method, frames, reply))
-        self._pending[task] = reply
-        task.add_done_callback(self._pending.pop)
+        self._pending[reply] = (task, caller)
         try:
             outcome = await reply
-        except asyncio.CancelledError:
-            task.cancel()
-            raise
+        finally:
+            del self._pending[reply]
+            task.cancel()  # does nothing once it has answered
         if isinstance(outcome, WorkerDied):
             raise outcome
         return outcome
 
     def bury(self, death: WorkerDied) -> None:
+        """The worker is dead: end its methods and fail its calls."""
         self.death = death
-        for task, reply in self._pending.items():
-            task.cancel()
+        self._drop(list(self._pending), death)
+
+    def forget(self, caller: Address, death: WorkerDied) -> None:
+        """A caller is dead: end the methods it called."""
+        self._drop([reply for reply, (_, whose) in self._pending.items() if whose == caller], death)
+
+    def _drop(self, replies: Sequence[_Reply], death: WorkerDied) -> None:
+        for reply in replies:
+            self._pending[reply][0].cancel()
             if not reply.done():
                 reply.set_result(_again(death))
 
-    async def _answer(
-        self, method: str, frames: Frames, reply: "asyncio.Future[tuple[bool, Frames] | WorkerDied]"
-    ) -> None:
+    async def _answer(self, method: str, frames: Frames, reply: _Reply) -> None:
         ok, answer = await self.service.answer(method, frames)
         if not reply.done():
             reply.set_result((ok, _copied(answer)))
@@ -88,6 +96,12 @@ class _Switch:
         if address.endpoint not in self._places:
             raise ChannelError(f"no worker {address.worker!r} at {address.endpoint!r} in this runtime")
         return self._places[address.endpoint]
+
+    def bury(self, place: _Place, death: WorkerDied) -> None:
+        """A worker is dead: nobody waits for it, and nothing is done for it, any more."""
+        place.bury(death)
+        for other in self._places.values():
+            other.forget(place.address, death)
 
 
 class InlineRef(Generic[W_co]):
@@ -115,7 +129,7 @@ class InlineRef(Generic[W_co]):
             raise _again(death)  # the dead call nobody, not even from tasks they left behind
         try:
             async with asyncio.timeout(deadline_s):
-                ok, answer = await self._switch.find(self._address).exchange(known.name, frames)
+                ok, answer = await self._switch.find(self._address).exchange(known.name, frames, self._caller)
         except TimeoutError:
             owner = self._caller.worker if self._caller else OWNER
             raise DeadlineExceeded(owner, f"{self._address.worker}.{known.name}", deadline_s) from None
@@ -182,7 +196,7 @@ class InlineRuntime:
             return
         death = WorkerDied(name, f"killed; was running {places[-1].service.running or 'nothing'}")
         for mate in places[-1].mates:
-            mate.bury(death)
+            self._switch.bury(mate, death)
         self._deaths.put_nowait(death)
 
     async def next_death(self) -> WorkerDied:
@@ -209,7 +223,9 @@ class InlineRuntime:
                 places.append(self._make(member, factory, kwargs))
         except Exception:
             for place in places:
-                place.bury(WorkerDied(place.address.worker, f"killed: another rank of {name!r} could not start"))
+                self._switch.bury(
+                    place, WorkerDied(place.address.worker, f"killed: another rank of {name!r} could not start")
+                )
             raise
         for place in places:
             place.mates = places
@@ -237,7 +253,7 @@ class InlineRuntime:
                 failures.append(DeadlineExceeded(OWNER, f"{place.address.worker}.close", self._stop_s))
             except Exception as error:  # noqa: BLE001 - raised below, when all are gone
                 failures.append(from_fault(to_fault(error, worker=place.address.worker, method="close")))
-            place.bury(WorkerDied(place.address.worker, "stopped"))
+            self._switch.bury(place, WorkerDied(place.address.worker, "stopped"))
         if failures:
             raise failures[0]
 
