@@ -33,7 +33,7 @@ class Run(Section):
     steps: Count = 100
     eval_every: Count = 10  # steps between looks at held-out tasks
     eval_tasks: Annotated[int, Field(ge=0)] = 256  # 0: never look
-    stop_at_accuracy: Share = 1.0  # end early once held-out accuracy reaches it
+    stop_at_accuracy: Share = 0.0  # end early once held-out accuracy reaches it; 0: never
     keep_episodes: Annotated[int, Field(ge=0)] = 4  # groups a step written to episodes.jsonl for the report
     stall_s: Seconds = 120.0  # no wait in the loop may last longer; then the run stops and says who waited for what
     max_bad_steps: Count = 3  # steps in a row with a non-finite loss before the run stops

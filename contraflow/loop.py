@@ -143,7 +143,7 @@ class Loop:
                 raise TrainingError(f"{bad} steps in a row gave no finite loss; the batches are in bad_batches/")
             if self.progress.steps % self.recipe.train.checkpoint_every == 0:
                 saved = await self._save(self.progress.steps)
-            if self.progress.accuracy >= self.recipe.run.stop_at_accuracy:
+            if 0 < self.recipe.run.stop_at_accuracy <= self.progress.accuracy:
                 break
         if saved != self.progress.steps:
             await self._save(self.progress.steps)
@@ -274,7 +274,7 @@ class Loop:
         working, stopped = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            return working.result() if working.done() else None
+            return None if self._stop.is_set() else working.result()
         finally:
             working.cancel()
             stopped.cancel()

@@ -19,7 +19,7 @@ def describe(folder: Path) -> str:
         f"held     {a.held:7d}   waiting {a.waiting}, running {a.running}, ready {a.ready}, taken {a.taken}",
         f"attempts given up and posed again: {sum(a.reposed.values())}  {_reasons(a.reposed)}",
         f"late or doubled reports refused:   {sum(a.refused.values())}  {_reasons(a.refused)}",
-        f"trainings undone by a resume:      {a.superseded}",
+        f"taken by a step that a resume undid: {a.superseded}",
     ]
     return "\n".join(lines)
 
