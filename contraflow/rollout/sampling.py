@@ -57,8 +57,8 @@ def invert_cdf(mass_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """
     sums_BV = mass_BV.cumsum(-1).masked_fill_(mass_BV <= 0, 0)
     total_B1 = sums_BV.amax(-1, keepdim=True)
-    # Below the largest sum even after rounding, so that the last token with mass is always within reach.
-    aim_B1 = torch.minimum(uniforms_B[:, None] * total_B1, total_B1 * (1 - 2 * _UNIT))
+    # A uniform is at most 1 - 2^-24, so this rounds to less than the total: some token is always within reach.
+    aim_B1 = uniforms_B[:, None] * total_B1
     return (sums_BV > aim_B1).byte().argmax(-1)
 
 

@@ -318,6 +318,23 @@ def test_after_a_refresh_no_prompt_is_taken_from_the_old_cache() -> None:
     run(body)
 
 
+def test_what_a_sequence_with_a_kept_cache_leaves_behind_is_not_shared() -> None:
+    async def body() -> None:
+        new = new_decoder(tiny(), seed=2, std=0.2)
+        engine = engine_of(new_decoder(tiny(), seed=1, std=0.2), on_refresh="keep")
+        flying = asyncio.create_task(engine.generate(ask("a", range(21), new=40)))
+        for _ in range(12):
+            await asyncio.sleep(0)
+        await engine.swap(V2, *release(new))
+        kept = await flying
+        assert kept.cache == "kept"
+        again = ask("b", [*range(21), *kept.tokens.tolist()], new=4, want_routes=True)
+        assert_true_to(new, [again], [await engine.generate(again)])
+        await engine.close()
+
+    run(body)
+
+
 def test_a_swap_copies_into_the_same_storage_within_50_ms_and_rolls_back_bit_for_bit() -> None:
     async def body() -> None:
         config = tiny(dim=64, head_dim=16, expert_ffn=112)
