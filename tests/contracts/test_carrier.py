@@ -1,5 +1,6 @@
 """What every carrier promises: a version is read whole and unaltered by any process, or refused by name."""
 
+import hashlib
 import multiprocessing as mp
 import os
 import signal
@@ -144,6 +145,13 @@ def test_the_stored_manifest_is_the_returned_one(place: Place, carrier: Carrier)
     assert stored.probe.logprobs[0].dtype == np.float32
     np.testing.assert_array_equal(stored.probe.logprobs[0], PROBE.logprobs[0])
     np.testing.assert_array_equal(stored.probe.prompts[0], PROBE.prompts[0])
+
+
+def test_the_digests_are_those_of_the_bytes_laid_out_by_hand_with_zeros_between(carrier: Carrier) -> None:
+    tensors = {"b": torch.arange(5, dtype=torch.int32), "a": torch.ones(3, dtype=torch.float64)}
+    laid = np.ones(3).tobytes() + bytes(64 - 24) + np.arange(5, dtype=np.int32).tobytes()
+    manifest = send(carrier, tensors, chunk_bytes=50)
+    assert manifest.digests == tuple(hashlib.sha256(laid[i : i + 50]).hexdigest() for i in range(0, len(laid), 50))
 
 
 def test_the_same_tensors_give_the_same_digests_whatever_their_order(place: Place, carrier: Carrier) -> None:
