@@ -14,7 +14,7 @@ from contraflow.runtime.faults import from_fault
 from contraflow.runtime.process import Control, status_path
 from contraflow.runtime.status import read_status
 
-EXIT_S = 3.0  # from a worker's last answer to its end; then SIGTERM, and as long again SIGKILL
+EXIT_S = 2.0  # from a worker's last answer to its end; then SIGTERM, and as long again SIGKILL
 
 
 class House:

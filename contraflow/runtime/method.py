@@ -38,11 +38,13 @@ class Method:
             raise ChannelError(f"{function.__qualname__}: the result needs an annotation, its wire format")
         self._result = hints["return"]
         self._names = [name for name, *_ in fields]
+        kinds = [parameter.kind for parameter in self._signature.parameters.values()]
+        self._by_place = kinds.count(_Kind.POSITIONAL_OR_KEYWORD) - 1  # without self
         self._arguments = msgspec.defstruct(self.name, fields, kw_only=True, forbid_unknown_fields=True)
 
     def pack(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Frame]:
         """Frames of a call. Raises TypeError, as a plain call would, when the arguments do not fit the signature."""
-        if len(args) == len(self._names) and not kwargs:  # most calls; binding costs as much as all the rest here
+        if not kwargs and len(args) == len(self._names) == self._by_place:  # binding would cost as much as the rest
             return wire.encode(dict(zip(self._names, args, strict=True)))
         bound = self._signature.bind(None, *args, **kwargs).arguments
         return wire.encode({name: bound[name] for name in self._names if name in bound})
