@@ -162,6 +162,15 @@ def test_a_killed_process_loses_nothing_that_was_committed(tmp_path: Path) -> No
     ledger.close()
 
 
+def test_a_refused_report_on_a_group_that_a_crash_forgot_skips_no_index(tmp_path: Path) -> None:
+    ledger, _ = open_ledger(tmp_path, resume_step=None)
+    events(ledger, Kind.REFUSED, 7, reason="dead_line")  # posed on a line before, and lost with its uncommitted tail
+    ledger.close()
+    ledger, opening = open_ledger(tmp_path, resume_step=0)
+    assert (opening.waiting, opening.fresh) == ((), 0)
+    ledger.close()
+
+
 def test_a_full_disk_is_a_typed_error_and_the_next_commit_retries(tmp_path: Path) -> None:
     ledger, _ = open_ledger(tmp_path, resume_step=None)
     (pages,) = ledger._db.execute("PRAGMA page_count").fetchone()

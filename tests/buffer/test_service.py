@@ -61,6 +61,22 @@ def test_admit_waits_until_a_ticket_comes_home(tmp_path: Path, make_group: MakeG
     asyncio.run(scenario())
 
 
+def test_admit_wakes_when_the_version_that_used_the_tickets_is_served(tmp_path: Path, make_group: MakeGroup) -> None:
+    async def scenario() -> None:
+        buffer = new_buffer(tmp_path, section=Section(groups_per_step=1, max_age=0))
+        await buffer.put(make_group((await admit(buffer, 1))[0]))
+        await buffer.take(0, 0.0)
+        await buffer.trained(0, Version(0, 1))
+        waiting = asyncio.create_task(buffer.admit(5.0))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        await buffer.served(Version(0, 1))
+        assert (await asyncio.wait_for(waiting, 1.0)).group == 1
+        await buffer.close()
+
+    asyncio.run(scenario())
+
+
 def test_take_waits_until_the_groups_it_misses_are_ready(tmp_path: Path, make_group: MakeGroup) -> None:
     async def scenario() -> None:
         buffer = new_buffer(tmp_path)

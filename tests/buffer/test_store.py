@@ -171,6 +171,15 @@ def test_reposing_gives_up_a_running_group_and_refuses_it_when_it_comes_after_al
     assert pose(store) == [Ticket(group=0, attempt=2, line=3)]
 
 
+def test_a_ready_group_is_as_old_as_its_tokens_not_as_its_start(make_group: MakeGroup) -> None:
+    store = new_store(expiry="repose", groups_per_step=1, max_age=0)
+    (ticket,) = pose(store)
+    store.start(0, 1, V0)
+    store.step = 1  # version 1 was published, and its engine refreshed before the first token
+    store.put(make_group(ticket, [1]))
+    assert store.choose(1) is not None
+
+
 def test_a_step_out_of_order_is_an_error(make_group: MakeGroup) -> None:
     store = new_store(groups_per_step=1)
     for wrong in (1, -1):
