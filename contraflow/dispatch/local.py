@@ -38,7 +38,7 @@ class LocalDispatch:
             raise DispatchError(f"experts {num_experts} and capacity {capacity} must be at least 1")
         self.num_experts = num_experts
         self.capacity = capacity
-        self._none_and_experts = torch.arange(-1, num_experts)
+        self._experts_E = torch.arange(num_experts)
         self._needed: Tensor | None = None  # most rows any call asked for
 
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Rows[Places]:
@@ -49,11 +49,11 @@ class LocalDispatch:
         tokens, choices = expert_ids_TK.shape
         # The sort is stable: rows of an expert keep token order. Pairs without an expert (-1) come first, and are cut.
         keys_P, pair_R = expert_ids_TK.view(-1).sort(stable=True)
-        bounds = torch.searchsorted(keys_P, self._none_and_experts, right=True, out_int32=True)
-        absent, ends_E = int(bounds[0]), bounds[1:]
-        if absent:
+        ends_E = torch.searchsorted(keys_P, self._experts_E, right=True, out_int32=True)
+        if tokens * choices and keys_P[0].item() < 0:
+            absent = int((keys_P < 0).sum())
             pair_R, ends_E = pair_R[absent:], ends_E - absent
-        token_R = pair_R // choices if choices > 1 else pair_R
+        token_R = torch.floor_divide(pair_R, choices) if choices > 1 else pair_R
         weights_R = weights_TK.view(-1).index_select(0, pair_R)
         return Rows(x_TD.index_select(0, token_R), weights_R, ends_E, Places(token_R, tokens))
 

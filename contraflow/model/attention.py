@@ -50,41 +50,40 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
-        self.config = config
         made: dict[str, Any] = {"dtype": dtype, "device": device}
-        queries, both = config.heads * config.head_dim, (config.heads + 2 * config.kv_heads) * config.head_dim
-        self.qkv = nn.Parameter(torch.empty(both, config.dim, **made))
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.eps, self.clip = config.norm_eps, config.clip_qkv
+        queries, both = config.heads * config.head_dim, (config.heads + config.kv_heads) * config.head_dim
+        rows = both + config.kv_heads * config.head_dim
+        self.qkv = nn.Parameter(torch.empty(rows, config.dim, **made))
         self.out = nn.Parameter(torch.empty(config.dim, queries, **made))
-        biased = config.attention_bias
-        self.qkv_bias = nn.Parameter(torch.empty(both, **made)) if biased else None
-        self.out_bias = nn.Parameter(torch.empty(config.dim, **made)) if biased else None
-        norms = {"none": None, "head": (2, config.head_dim), "projection": (both - config.kv_heads * config.head_dim,)}
-        shape = norms[config.qk_norm]
+        self.qkv_bias = nn.Parameter(torch.empty(rows, **made)) if config.attention_bias else None
+        self.out_bias = nn.Parameter(torch.empty(config.dim, **made)) if config.attention_bias else None
+        shape = {"none": None, "head": (2, config.head_dim), "projection": (both,)}[config.qk_norm]
         self.qk_norm = nn.Parameter(torch.empty(shape, **made)) if shape else None
-        self.kinds: Tensor  # row of qk_norm that each query and key head takes
+        self.kinds: Tensor  # row of a per-head qk_norm that each query and key head takes
         kinds = torch.tensor([0] * config.heads + [1] * config.kv_heads, device=device)
         self.register_buffer("kinds", kinds, persistent=False)
 
     def forward(self, x_TD: Tensor, turn: Rotation, plan: LayerPlan) -> Tensor:
         """`[T, D]` -> `[T, D]`; `turn` holds the tokens' positions."""
-        config = self.config
-        heads, kv_heads = config.heads, config.kv_heads
-        qkv = linear(x_TD, self.qkv, self.qkv_bias).view(-1, heads + 2 * kv_heads, config.head_dim)
-        qk, v = qkv.split_with_sizes([heads + kv_heads, kv_heads], 1)
-        if self.qk_norm is not None:
-            qk = self._normed(qk, self.qk_norm)
-        if config.clip_qkv is not None:
-            qk, v = (t.clamp(-config.clip_qkv, config.clip_qkv) for t in (qk, v))
-        q, k = rotate(qk, turn).split_with_sizes([heads, kv_heads], 1)
+        heads, kv_heads = self.heads, self.kv_heads
+        qkv = linear(x_TD, self.qkv, self.qkv_bias).view(-1, heads + 2 * kv_heads, self.head_dim)
+        qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), 1)
+        weight = self.qk_norm
+        if weight is not None:
+            qk = self._normed(qk, weight)
+        if self.clip is not None:
+            qk, v = qk.clamp(-self.clip, self.clip), v.clamp(-self.clip, self.clip)
+        q, k = rotate(qk, turn).split_with_sizes((heads, kv_heads), 1)
         return linear(attend(q, k, v, plan).flatten(1), self.out, self.out_bias)
 
     def _normed(self, qk: Tensor, weight: Tensor) -> Tensor:
-        config = self.config
-        if config.qk_norm == "head":
-            return rms_norm(qk, weight.index_select(0, self.kinds), config.norm_eps)
-        heads = [config.heads, config.kv_heads]
-        parts = zip(qk.split_with_sizes(heads, 1), weight.split([n * config.head_dim for n in heads]), strict=True)
-        return torch.cat([rms_norm(x.flatten(1), w, config.norm_eps).view_as(x) for x, w in parts], 1)
+        if weight.ndim == 2:  # over each head (Qwen3)
+            return rms_norm(qk, weight.index_select(0, self.kinds), self.eps)
+        sizes = [self.heads, self.kv_heads]  # over the whole projection (OLMoE)
+        parts = zip(qk.split_with_sizes(sizes, 1), weight.split([n * self.head_dim for n in sizes]), strict=True)
+        return torch.cat([rms_norm(x.flatten(1), w, self.eps).view_as(x) for x, w in parts], 1)
 
 
 class PackedPlan:
