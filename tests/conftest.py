@@ -1,4 +1,4 @@
-"""What all tests share: laws judged without a stopwatch, one torch thread, and a tiny random model with its tokenizer."""
+"""What all tests share: laws judged without a stopwatch, one torch thread, a tiny random model with its tokenizer."""
 
 from pathlib import Path
 

@@ -28,8 +28,8 @@ def test_every_module_says_its_job(path: Path) -> None:
     assert not text.strip() or ast.get_docstring(ast.parse(text))
 
 
-def test_only_one_file_knows_each_outside_system() -> None:
-    owners = {"obstore": "blobs.py", "zmq": "runtime/channel.py", "typer": "cli.py", "tokenizers": "model/tokenizer.py"}
+def test_each_outside_library_stays_in_its_place() -> None:
+    owners = {"obstore": "blobs.py", "zmq": "runtime/", "typer": "cli.py", "tokenizers": "model/tokenizer.py"}
     for module, owner in owners.items():
         users = {
             str(path.relative_to(ROOT / "contraflow"))
@@ -38,4 +38,4 @@ def test_only_one_file_knows_each_outside_system() -> None:
             if (isinstance(node, ast.Import) and any(a.name.split(".")[0] == module for a in node.names))
             or (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == module)
         }
-        assert users <= {owner}, module
+        assert all(user.startswith(owner) for user in users), (module, users)
