@@ -110,7 +110,7 @@ class LocalDispatch:
     def _note(self, total: Tensor) -> None:
         if self._needed is None:
             with torch.inference_mode(False):  # it outlives the call, so it must be an ordinary tensor
-                self._needed = torch.zeros_like(total)
+                self._needed = torch.zeros_like(total, dtype=torch.int64)
         torch.maximum(self._needed, total, out=self._needed)
 
 

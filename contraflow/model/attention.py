@@ -120,7 +120,7 @@ class PackedPlan:
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         """See `attend`."""
-        if q_THd.is_cuda and q_THd.dtype in FLASH_DTYPES:
+        if q_THd.is_cuda and q_THd.dtype in FLASH_DTYPES and q_THd.shape[-1] % 8 == 0:
             starts, longest = self._starts_S1, self.longest
             flat = varlen_attn(q_THd, k_TGd, v_TGd, starts, starts, longest, longest, window_size=(-1, 0), **FLASH_GQA)
             assert isinstance(flat, Tensor)  # it is a pair only when more is asked for

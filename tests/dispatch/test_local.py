@@ -38,8 +38,9 @@ def test_a_capacity_that_just_fits_is_no_overflow() -> None:
     assert not bool(dispatch.overflow)
 
 
-def test_the_exact_form_never_overflows() -> None:
-    dispatch = LocalDispatch(3)
+@pytest.mark.parametrize("capacity", [None, 1 << 40])
+def test_without_a_bound_nothing_overflows(capacity: int | None) -> None:
+    dispatch = LocalDispatch(3, capacity)
     routed(dispatch, [[0, 1]] * 50)
     assert not bool(dispatch.overflow)
     dispatch.check_overflow()
