@@ -8,7 +8,7 @@ import signal
 from concurrent.futures import Executor
 from multiprocessing.process import BaseProcess
 
-from contraflow.errors import DeadlineExceeded, WorkerDied
+from contraflow.errors import ChannelError, DeadlineExceeded, WorkerDied
 from contraflow.runtime.base import Address, Ref
 from contraflow.runtime.faults import from_fault
 from contraflow.runtime.process import Control, status_path
@@ -35,11 +35,15 @@ class House:
         return self.address.worker
 
     async def open(self) -> None:
-        """Start the process and wait until its factory is done. Raises what the factory raised."""
+        """Start the process and wait until its factory is done. Raises what the factory raised, or ChannelError."""
         loop = asyncio.get_running_loop()
         starting = loop.run_in_executor(self._hand, self._process.start)
         try:
             await asyncio.shield(starting)
+        except (EOFError, OSError) as fault:
+            raise ChannelError(
+                f"no process for {self.name!r}: the fork server is ending or full ({fault!r})"
+            ) from fault
         finally:
             await asyncio.wait({starting})  # also when cancelled: a process that exists must be known
             if starting.exception() is None:
