@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contraflow.envs.arithmetic import Arithmetic, ArithmeticOptions, Kind, count_carries
+from contraflow.envs.arithmetic import Arithmetic, ArithmeticOptions, Kind, carries, count_ripples
 from contraflow.envs.registry import make_env
 from contraflow.errors import ConfigError
 
@@ -52,12 +52,13 @@ def test_one_digit_operands_reach_zero():
 
 
 @pytest.mark.parametrize("op", ["+", "-"])
-@pytest.mark.parametrize("carries", ["none", "some"])
-def test_carries_can_be_chosen(op, carries):
-    env = make_env("arithmetic", {"kinds": [{"op": op, "digits_a": 3, "digits_b": 3, "carries": carries}]})
+@pytest.mark.parametrize("what", ["carries", "ripples"])
+@pytest.mark.parametrize("wanted", ["none", "some"])
+def test_carries_and_ripples_can_be_chosen(op, what, wanted):
+    env = make_env("arithmetic", {"kinds": [{"op": op, "digits_a": 3, "digits_b": 3, what: wanted}]})
     for split in ("train", "test"):
-        counts = {int(env.task(split, index).facts["carries"]) for index in range(300)}
-        assert counts == {0} if carries == "none" else 0 not in counts
+        counts = {int(env.task(split, index).facts[what]) for index in range(300)}
+        assert counts == {0} if wanted == "none" else 0 not in counts
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6))
@@ -65,9 +66,18 @@ def test_carries_are_the_digits_that_a_sum_does_not_keep(a, b):
     def digits(number):
         return sum(map(int, str(number)))
 
-    assert digits(a) + digits(b) - digits(a + b) == 9 * count_carries(a, "+", b)  # Kummer: each carry costs nine
+    assert digits(a) + digits(b) - digits(a + b) == 9 * sum(carries(a, "+", b))  # Kummer: each carry costs nine
     high, low = max(a, b), min(a, b)
-    assert count_carries(high, "-", low) == count_carries(high - low, "+", low)
+    assert sum(carries(high, "-", low)) == sum(carries(high - low, "+", low))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "places", "ripples"),
+    [(57, 48, [1, 1], 1), (57, 24, [1, 0], 0), (999, 1, [1, 1, 1], 2), (909, 101, [1, 0, 1], 0), (0, 0, [], 0)],
+)
+def test_a_ripple_is_a_carry_right_above_a_carry(a, b, places, ripples):
+    assert carries(a, "+", b) == places
+    assert count_ripples(a, "+", b) == ripples
 
 
 def test_an_operand_pair_is_held_out_in_either_order():
