@@ -100,7 +100,7 @@ def test_an_operand_pair_is_held_out_in_either_order():
         ({"kinds": [{"digit_a": 1}]}, "unknown key 'env.options.kinds.0.digit_a'; did you mean 'digits_a'?"),
         ({"kinds": [{"digits_a": 0}]}, "env.options.kinds.0.digits_a = 0: input should be greater than or equal to 1"),
         ({"kinds": [{"weight": 0.0}]}, "env.options.kinds.0.weight = 0.0"),
-        ({"kinds": [{"op": "*", "carries": "none"}]}, "carries can be chosen for + and - only"),
+        ({"kinds": [{"op": "*", "carries": "none"}]}, "carries and ripples can be chosen for + and - only"),
         ({"reversed": "yes"}, "env.options.reversed = 'yes': input should be a valid boolean"),
         ({"seed": object()}, "numbers, strings, booleans, lists and tables only"),
     ],
