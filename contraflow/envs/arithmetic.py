@@ -4,7 +4,6 @@ Takes a weighted mix of kinds (operator, digit counts, carries); gives tasks wit
 is decided by a keyed hash of the question itself, operands in either order, so the splits are disjoint by construction.
 """
 
-import itertools
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -18,7 +17,6 @@ from contraflow.types import Task
 _TRIES = 20_000  # draws until a question fits kind and split; a kind that needs more is refused at start-up
 
 Digits = Annotated[int, Field(ge=1, le=9)]
-Wanted = Literal["any", "none", "some"]
 
 
 class Kind(Options):
@@ -27,14 +25,16 @@ class Kind(Options):
     op: Literal["+", "-", "*"] = "+"
     digits_a: Digits = 2
     digits_b: Digits = 2
-    carries: Wanted = "any"  # only questions without, or only with, a carry (or a borrow)
-    ripples: Wanted = "any"  # the same for a carry into a place that itself carries, such as the tens of 57+48
+    min_carries: Annotated[int, Field(ge=0)] = 0  # only questions with at least so many carries (or borrows)
+    max_carries: Annotated[int, Field(ge=0)] = 10  # and at most so many
     weight: Annotated[float, Field(gt=0)] = 1.0
 
     @model_validator(mode="after")
     def _carries_of_sums_only(self) -> Self:
-        if self.op == "*" and (self.carries, self.ripples) != ("any", "any"):
-            raise ValueError("carries and ripples can be chosen for + and - only; leave them at 'any' for *")
+        if self.op == "*" and self.min_carries > 0:
+            raise ValueError("carries can be asked for in + and - only; leave min_carries at 0 for *")
+        if self.min_carries > self.max_carries:
+            raise ValueError(f"min_carries = {self.min_carries} is above max_carries = {self.max_carries}")
         return self
 
 
@@ -79,8 +79,7 @@ class Arithmetic:
             reference=answer[::-1] if self._options.reversed else answer,
             facts={
                 "kind": f"{kind.digits_a}{kind.op}{kind.digits_b}",
-                "carries": str(sum(carries(a, kind.op, b))),
-                "ripples": str(count_ripples(a, kind.op, b)),
+                "carries": str(count_carries(a, kind.op, b)),
                 "format": "[0-9]+",
             },
         )
@@ -96,9 +95,7 @@ class Arithmetic:
                 a, b = b, a  # answers are never negative
             question = f"{min(a, b)}{kind.op}{max(a, b)}"
             held_out = in_test_split(self._options.seed, question, self._options.test_share)
-            wanted = _fits(kind.carries, sum(carries(a, kind.op, b))) and _fits(
-                kind.ripples, count_ripples(a, kind.op, b)
-            )
+            wanted = kind.min_carries <= count_carries(a, kind.op, b) <= kind.max_carries
             if wanted and held_out == (split == "test"):
                 return a, b
         return None
@@ -109,25 +106,16 @@ class _OneTurn:
         return Observation("", done=True)
 
 
-def carries(a: int, op: str, b: int) -> list[int]:
-    """For each digit position of a+b, units first, 1 if it carries (of a-b, a >= b: borrows); empty for a product."""
+def count_carries(a: int, op: str, b: int) -> int:
+    """How many digit positions of a+b carry, or of a-b (a >= b) borrow; 0 for a product."""
     if op == "*":
-        return []
-    places, carry = list[int](), 0
+        return 0
+    count = carry = 0
     while a or b:
         (a, x), (b, y) = divmod(a, 10), divmod(b, 10)
         carry = int(x + y + carry >= 10 if op == "+" else x - y - carry < 0)
-        places.append(carry)
-    return places
-
-
-def count_ripples(a: int, op: str, b: int) -> int:
-    """How many positions carry right after the one below them carried."""
-    return sum(below and place for below, place in itertools.pairwise(carries(a, op, b)))
-
-
-def _fits(wanted: Wanted, count: int) -> bool:
-    return wanted == "any" or (wanted == "some") == (count > 0)
+        count += carry
+    return count
 
 
 def _number(draws: Draws, digits: int) -> int:
