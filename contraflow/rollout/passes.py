@@ -98,15 +98,15 @@ class Passes:
     def copy(self, pairs: Rows[tuple[int, int]]) -> None:
         """Copy whole blocks, K/V and experts: all sources are read before any destination is written."""
         source, target = torch.tensor(pairs, dtype=torch.int64, device=self.device).T
-        for pool in (self.cache.keys, self.cache.values):
-            pool.index_copy_(1, target, pool.index_select(1, source))
+        self.cache.pool.index_copy_(1, target, self.cache.pool.index_select(1, source))
         if self.routes is not None:
             self.routes.index_copy_(0, target, self.routes.index_select(0, source))
 
     def decode(self) -> tuple[Int32, Float32]:
         """Feed each row's token, sample its next: tokens int32 and log-probabilities fp32, `[B]` each, on the host."""
-        blocks = min(bucket(self.rows.aim()), self._tables.shape[1])
+        blocks = self.rows.aim()
         if self.device.type != "cpu":
+            blocks = min(bucket(blocks), self._tables.shape[1])
             for host, device in (
                 (self.rows.numbers, self._numbers),
                 (self.rows.tables, self._tables),
