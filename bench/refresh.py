@@ -71,7 +71,7 @@ def main() -> None:
             rows += measure(size, versions, Path(folder))
     for row in rows:
         print(line(row))
-    record = {"command": "python -m bench.refresh " + " ".join(sys.argv[1:]), **machine(), "rows": rows}
+    record = {"command": " ".join(["python -m bench.refresh", *sys.argv[1:]]), **machine(), "rows": rows}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

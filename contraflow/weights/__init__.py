@@ -1,5 +1,6 @@
 """Moves weight versions from the trainer to engines, each with a manifest and two proofs that it arrived."""
 
+import os
 from pathlib import Path
 
 from contraflow.blobs import open_blobs
@@ -7,6 +8,8 @@ from contraflow.config import Weights
 from contraflow.weights.blob import BlobCarrier
 from contraflow.weights.carrier import Carrier, check_run_id, derive_run_id
 from contraflow.weights.memory import MemoryCarrier, shared_folder
+
+MOST_LANES = 8  # hashing chunks side by side: beyond this, memory and not the hash sets the pace
 
 
 def open_carrier(section: Weights, run_folder: Path, *, run_id: str | None = None) -> Carrier:
@@ -18,5 +21,5 @@ def open_carrier(section: Weights, run_folder: Path, *, run_id: str | None = Non
     """
     name = check_run_id(derive_run_id(run_folder) if run_id is None else run_id)
     if section.carrier == "memory":
-        return MemoryCarrier(shared_folder(), name)
+        return MemoryCarrier(shared_folder(), name, lanes=min(os.cpu_count() or 1, MOST_LANES))
     return BlobCarrier(open_blobs(section.url or str(run_folder / "weights")), name)
