@@ -8,16 +8,16 @@ knows says so with `bury`, and every call to that endpoint, pending or new, then
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from contraflow.errors import ChannelError, DeadlineExceeded, WorkerDied
 from contraflow.runtime import wire
 from contraflow.runtime.allowance import Allowance
 from contraflow.runtime.base import Address
+from contraflow.runtime.link import Link
 from contraflow.runtime.method import method_of
 from contraflow.runtime.service import Service, open_answer
 from contraflow.runtime.wire import Frame, Frames
@@ -51,6 +51,7 @@ class _Reply(msgspec.Struct, array_like=True, frozen=True):
 
 Answer = tuple[bool, Frames]
 Trouble = Callable[[Address], str]
+Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 _encode = msgspec.msgpack.Encoder().encode
 _decode_request = msgspec.msgpack.Decoder(_Call | _Cancel).decode
 _decode_reply = msgspec.msgpack.Decoder(_Reply).decode
@@ -59,26 +60,31 @@ _decode_reply = msgspec.msgpack.Decoder(_Reply).decode
 class Server:
     """Answers calls on one endpoint. Invariant: every call that arrives while it serves is answered exactly once."""
 
-    def __init__(self, context: zmq.asyncio.Context, endpoint: str) -> None:
-        self._socket = _open(context, zmq.ROUTER)
-        self._socket.bind(endpoint)
+    def __init__(self, context: Context, endpoint: str) -> None:
+        socket = _new_socket(context, zmq.ROUTER)
+        socket.bind(endpoint)
+        self._link = Link(socket)
         self._tasks: dict[tuple[bytes, int], asyncio.Task[None]] = {}
 
     async def serve(self, *, worker: Service | None, control: Service) -> None:
         """Receive until cancelled; each call is a task of its own. Running calls are then cancelled, unanswered."""
+
+        def receive(message: Sequence[zmq.Frame]) -> None:
+            caller, head, *frames = message
+            request = _decode_request(head.buffer)
+            if isinstance(request, _Cancel):
+                self._cancel((caller.bytes, request.id))
+                return
+            service = control if request.control or worker is None else worker
+            answering = self._answer(service, caller.bytes, request, _join(request.body, frames))
+            self._tasks[caller.bytes, request.id] = group.create_task(answering)
+
         async with asyncio.TaskGroup() as group:
+            self._link.open(receive)
             try:
-                while True:
-                    caller, head, *frames = await self._socket.recv_multipart(copy=False)
-                    request = _decode_request(head.buffer)
-                    if isinstance(request, _Cancel):
-                        self._cancel((caller.bytes, request.id))
-                        continue
-                    service = control if request.control or worker is None else worker
-                    answering = self._answer(service, caller.bytes, request, _join(request.body, frames))
-                    self._tasks[caller.bytes, request.id] = group.create_task(answering)
+                await self._link.broken
             finally:
-                self._socket.close(linger=FLUSH_MS)
+                self._link.close(FLUSH_MS)
 
     def forget(self, caller: str) -> None:
         """A caller died: nobody waits for its calls."""
@@ -92,9 +98,8 @@ class Server:
     async def _answer(self, service: Service, caller: bytes, call: _Call, frames: Frames) -> None:
         try:
             ok, answer = await service.answer(call.method, frames)
-            if not self._socket.closed:
-                reply = _Reply(call.id, ok, msgspec.Raw(answer[0]))
-                await _send(self._socket, [caller, _encode(reply), *answer[1:]])
+            reply = _Reply(call.id, ok, msgspec.Raw(answer[0]))
+            self._link.send([caller, _encode(reply), *answer[1:]])
         finally:
             del self._tasks[caller, call.id]
 
@@ -106,13 +111,14 @@ class Connection:
     set no call is pending and none will be.
     """
 
-    def __init__(self, socket: zmq.asyncio.Socket, address: Address, owner: str, trouble: Trouble) -> None:
-        self._socket, self._address, self._owner, self._trouble = socket, address, owner, trouble
+    def __init__(self, link: Link, address: Address, owner: str, trouble: Trouble) -> None:
+        self._link, self._address, self._owner, self._trouble = link, address, owner, trouble
         self._allowance = Allowance(calls=MAX_CALLS, nbytes=MAX_BYTES)
         self._ids = itertools.count(1)
         self._pending: dict[int, tuple[int, asyncio.Future[Answer | WorkerDied]]] = {}
         self._grave: WorkerDied | None = None
-        self._reader = asyncio.get_running_loop().create_task(self._read())
+        link.open(self._receive)
+        link.broken.add_done_callback(self._on_broken)
 
     async def call(
         self, deadline_s: float, method: Callable[..., Awaitable[Any]], args: Sequence[Any], kwargs: Any, control: bool
@@ -136,8 +142,7 @@ class Connection:
             self._finish(call, _again(death))
 
     def close(self) -> None:
-        self._reader.cancel()
-        self._socket.close(linger=0)
+        self._link.close(0)
 
     async def _exchange(self, method: str, control: bool, frames: list[Frame]) -> Answer:
         size = wire.nbytes(frames)
@@ -150,21 +155,23 @@ class Connection:
         self._pending[call] = (size, reply)
         try:
             request = _Call(call, method, control, msgspec.Raw(frames[0]))
-            await _send(self._socket, [_encode(request), *frames[1:]])
+            self._link.send([_encode(request), *frames[1:]])
             outcome = await reply
         except asyncio.CancelledError:
-            if call in self._pending and not self._grave:
-                await _send(self._socket, [_encode(_Cancel(call))])
+            if call in self._pending:
+                self._link.send([_encode(_Cancel(call))])
             raise
         if isinstance(outcome, WorkerDied):
             raise outcome
         return outcome
 
-    async def _read(self) -> None:
-        while True:
-            head, *frames = await self._socket.recv_multipart(copy=False)
-            reply = _decode_reply(head.buffer)
-            self._finish(reply.id, (reply.ok, _join(reply.body, frames)))
+    def _receive(self, message: Sequence[zmq.Frame]) -> None:
+        head, *frames = message
+        reply = _decode_reply(head.buffer)
+        self._finish(reply.id, (reply.ok, _join(reply.body, frames)))
+
+    def _on_broken(self, broken: asyncio.Future[None]) -> None:
+        self.bury(WorkerDied(self._address.worker, f"its channel broke: {broken.exception()!r}"))
 
     def _finish(self, call: int, outcome: Answer | WorkerDied) -> None:
         size, reply = self._pending.pop(call)
@@ -176,7 +183,7 @@ class Connection:
 class Caller:
     """The connections of one process: one per endpoint, shared by all references to it."""
 
-    def __init__(self, context: zmq.asyncio.Context, *, owner: str, identity: str, trouble: Trouble) -> None:
+    def __init__(self, context: Context, *, owner: str, identity: str, trouble: Trouble) -> None:
         """`owner` is who waits, in errors; `identity` is unique among callers; `trouble` explains a late answer."""
         self._context, self._owner, self._identity, self._trouble = context, owner, identity, trouble
         self._connections: dict[str, Connection] = {}
@@ -197,7 +204,7 @@ class Caller:
         if address.endpoint in self._graves:
             raise _again(self._graves[address.endpoint])
         if address.endpoint not in self._connections:
-            socket = _open(self._context, zmq.DEALER)
+            socket = _new_socket(self._context, zmq.DEALER)
             socket.setsockopt(zmq.ROUTING_ID, self._identity.encode())
             socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
             try:
@@ -205,7 +212,7 @@ class Caller:
             except zmq.ZMQError as fault:
                 socket.close(linger=0)
                 raise ChannelError(f"no channel to {address.worker!r} at {address.endpoint!r}: {fault}") from fault
-            self._connections[address.endpoint] = Connection(socket, address, self._owner, self._trouble)
+            self._connections[address.endpoint] = Connection(Link(socket), address, self._owner, self._trouble)
         return self._connections[address.endpoint]
 
     def close(self) -> None:
@@ -236,7 +243,7 @@ class ChannelRef(Generic[W_co]):
         return result
 
 
-def _open(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
+def _new_socket(context: Context, kind: int) -> "zmq.Socket[bytes]":
     socket = context.socket(kind)
     socket.set_hwm(0)  # the callers' allowances bound what is queued; at a mark ZeroMQ would drop answers silently
     return socket
@@ -244,11 +251,6 @@ def _open(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
 
 def _join(body: msgspec.Raw, frames: Sequence[zmq.Frame]) -> list[Frame]:
     return [memoryview(body), *[frame.buffer for frame in frames]]
-
-
-async def _send(socket: zmq.asyncio.Socket, frames: Sequence[Frame]) -> None:
-    # Copied: an array may change once a call is given up or a method returned, while ZeroMQ is still sending it.
-    await socket.send_multipart(frames, copy=True)
 
 
 def _again(death: WorkerDied) -> WorkerDied:

@@ -40,10 +40,10 @@ class House:
         starting = loop.run_in_executor(self._hand, self._process.start)
         try:
             await asyncio.shield(starting)
-        except (EOFError, OSError) as fault:
+        except (EOFError, OSError) as error:
             raise ChannelError(
-                f"no process for {self.name!r}: the fork server is ending or full ({fault!r})"
-            ) from fault
+                f"no process for {self.name!r}: the fork server failed ({error!r}); try again"
+            ) from error
         finally:
             await asyncio.wait({starting})  # also when cancelled: a process that exists must be known
             if starting.exception() is None:

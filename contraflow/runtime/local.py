@@ -17,7 +17,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, TypeVar
 
-import zmq.asyncio
+import zmq
 
 from contraflow.errors import ChannelError, DeadlineExceeded, WorkerDied
 from contraflow.runtime import process
@@ -62,7 +62,7 @@ class LocalRuntime:
         self._processes = multiprocessing.get_context("forkserver")
         self._processes.set_forkserver_preload(["contraflow.runtime.preload", *preload])
         self._hand = ThreadPoolExecutor(1, thread_name_prefix="processes")
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._caller = Caller(
             self._context, owner=OWNER, identity=OWNER, trouble=lambda address: process.trouble(address, clock)
         )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq.asyncio
+import zmq
 
 from contraflow.errors import WorkerDied
 from contraflow.runtime.base import Address, Ref
@@ -137,7 +137,7 @@ async def _live(setup: Setup) -> None:
     name, clock = setup.address.worker, setup.clock
     page = StatusPage(status_path(setup.address), clock())
     page.running("its factory")
-    context = zmq.asyncio.Context()
+    context = zmq.Context()
     caller = Caller(context, owner=name, identity=setup.address.endpoint, trouble=lambda a: trouble(a, clock))
     for grave in setup.graves:
         caller.bury(grave.endpoint, grave.death())

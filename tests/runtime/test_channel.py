@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import zmq.asyncio
+import zmq
 
 from contraflow.errors import ChannelError, DeadlineExceeded, WorkerDied
 from contraflow.runtime import channel
@@ -44,7 +44,7 @@ class Control:
 
 @asynccontextmanager
 async def connected(endpoint: str) -> AsyncIterator[tuple[Worker, Server, Caller, Address]]:
-    context = zmq.asyncio.Context()
+    context = zmq.Context()
     worker, server = Worker(), Server(context, endpoint)
     serving = asyncio.ensure_future(server.serve(worker=Service("w", worker), control=Service("w", Control())))
     caller = Caller(context, owner="test", identity="me", trouble=lambda address: "")
@@ -181,9 +181,42 @@ def test_an_endpoint_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
     asyncio.run(scene())
 
 
+def test_an_answer_that_is_no_answer_fails_every_call(tmp_path: Path) -> None:
+    async def scene() -> None:
+        context = zmq.Context()
+        impostor = context.socket(zmq.ROUTER)
+        impostor.bind(f"ipc://{tmp_path}/s")
+        caller = Caller(context, owner="test", identity="me", trouble=lambda a: "")
+        ref = caller.connect(Address("w", f"ipc://{tmp_path}/s"))
+        calls = [asyncio.ensure_future(ref.call(10, Worker.add, i)) for i in range(3)]
+        await asyncio.sleep(0.1)
+        impostor.send_multipart([b"me", b"\xc1 nonsense"])
+        for call in calls:
+            with pytest.raises(WorkerDied, match="'w' died: its channel broke"):
+                await call
+        context.destroy(linger=0)
+
+    asyncio.run(scene())
+
+
+def test_a_request_that_is_no_request_ends_the_server_loudly(tmp_path: Path) -> None:
+    async def scene() -> None:
+        context = zmq.Context()
+        server = Server(context, f"ipc://{tmp_path}/s")
+        serving = asyncio.ensure_future(server.serve(worker=Service("w", Worker()), control=Service("w", Control())))
+        stranger = context.socket(zmq.DEALER)
+        stranger.connect(f"ipc://{tmp_path}/s")
+        stranger.send(b"\xc1 nonsense")
+        with pytest.raises(BaseExceptionGroup, match="unhandled errors"):
+            await asyncio.wait_for(serving, 5)
+        context.destroy(linger=0)
+
+    asyncio.run(scene())
+
+
 def test_a_late_answer_comes_with_what_is_known_of_the_trouble(tmp_path: Path) -> None:
     async def scene() -> None:
-        context = zmq.asyncio.Context()
+        context = zmq.Context()
         caller = Caller(context, owner="test", identity="me", trouble=lambda a: f"{a.worker} is asleep")
         with pytest.raises(DeadlineExceeded) as caught:
             await caller.connect(Address("w", f"ipc://{tmp_path}/nobody")).call(0.05, Worker.add, 1)
