@@ -2,7 +2,7 @@
 
 Takes chunks, gives maps of files in the memory file system. Files are used, not multiprocessing.shared_memory: before
 Python 3.13 that module's tracker unlinks a segment when any process that attached it ends, and it cannot map without
-leave to write. Does not cross hosts. A killed run's memory stays until a run of the same id claims it.
+leave to write. Does not cross hosts. A killed run's memory stays until this user's next run on the host begins.
 """
 
 import fcntl
@@ -41,12 +41,13 @@ class MemoryCarrier:
         self._claimed: int | None = None  # descriptor that holds the lock on the folder
 
     def claim(self) -> None:
-        """Lock the folder, which the kernel undoes however this process ends, and empty it."""
+        """Lock the folder, which the kernel undoes however this process ends, and remove what killed runs left."""
         if self._claimed is not None:
             return
-        self._claimed = _lock(self.folder)
+        self._claimed = _own(self.folder)
         for left in self.folder.iterdir():
             left.unlink()
+        _sweep(self.folder.parent)
 
     def create(self, version: Version, nbytes: int, chunk_bytes: int) -> "_MemorySink":
         if self._claimed is None:
@@ -158,17 +159,30 @@ class _MemorySource:
         return found
 
 
-def _lock(folder: Path) -> int:
+def _own(folder: Path) -> int:
     """Make `folder` this process's own; the descriptor that holds the lock on it."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return _lock(folder)
+        except FileNotFoundError:
+            fresh = Path(tempfile.mkdtemp(prefix=".contraflow-", dir=folder.parent))
+            descriptor = _lock(fresh)
+            fresh.rename(folder)  # it appears locked, so nobody takes it for what a killed run left
+            return descriptor
     except OSError as fault:
         raise CarrierError(f"cannot use {folder} for shared memory: {fault}") from fault
+
+
+def _lock(folder: Path) -> int:
+    """Lock a folder. Raises: CarrierError if it is another publisher's or user's, OSError if there is none."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if os.fstat(descriptor).st_uid != os.geteuid():
             raise CarrierError(f"{folder} belongs to another user; give this run another run id")
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(descriptor), folder.stat()):
+            raise FileNotFoundError(f"{folder} was removed while it was being locked")
     except BlockingIOError:
         os.close(descriptor)
         raise CarrierError(
@@ -178,6 +192,17 @@ def _lock(folder: Path) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _sweep(root: Path) -> None:
+    """Remove the folders of this user's runs whose publisher is dead: nobody else would, and they hold memory."""
+    for left in root.glob("contraflow-*"):
+        try:
+            descriptor = _lock(left)
+        except (CarrierError, OSError):
+            continue  # alive, another user's, no folder, or removed meanwhile
+        shutil.rmtree(left, ignore_errors=True)  # what cannot go must not keep a new run from beginning
+        os.close(descriptor)
 
 
 def _allocate(descriptor: int, nbytes: int) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """The memory carrier on its own: locks, room, and what happens around it in other processes."""
 
+import fcntl
 import multiprocessing as mp
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -33,8 +35,16 @@ def run_id(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def carrier(run_id: str) -> Iterator[MemoryCarrier]:
-    carrier = MemoryCarrier(shared_folder(), run_id)
+def root(run_id: str) -> Iterator[Path]:
+    """A corner of shared memory for this test: runs that begin elsewhere remove what killed publishers left."""
+    root = shared_folder() / f"test-{run_id}"
+    yield root
+    shutil.rmtree(root, ignore_errors=True)
+
+
+@pytest.fixture
+def carrier(root: Path, run_id: str) -> Iterator[MemoryCarrier]:
+    carrier = MemoryCarrier(root, run_id)
     carrier.claim()
     yield carrier
     carrier.close()
@@ -58,9 +68,11 @@ def test_only_this_user_can_enter(carrier: MemoryCarrier) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_second_publisher_of_a_run_is_refused_while_the_first_lives(carrier: MemoryCarrier, run_id: str) -> None:
+def test_a_second_publisher_of_a_run_is_refused_while_the_first_lives(
+    carrier: MemoryCarrier, root: Path, run_id: str
+) -> None:
     manifest = send(carrier)
-    second = MemoryCarrier(shared_folder(), run_id)
+    second = MemoryCarrier(root, run_id)
     with pytest.raises(CarrierError, match="belongs to a publisher that is alive"):
         second.claim()
     second.close()
@@ -121,13 +133,13 @@ def _hold(root: Path, run_id: str, answers: Connection) -> None:
     signal.pause()
 
 
-def test_a_killed_publisher_gives_up_its_lock_and_a_reader_keeps_its_map(run_id: str) -> None:
+def test_a_killed_publisher_gives_up_its_lock_and_a_reader_keeps_its_map(root: Path, run_id: str) -> None:
     answers, given = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=_hold, args=(shared_folder(), run_id, given))
+    process = CONTEXT.Process(target=_hold, args=(root, run_id, given))
     process.start()
     assert answers.poll(WAIT_S)
     manifest = answers.recv()
-    successor = MemoryCarrier(shared_folder(), run_id)
+    successor = MemoryCarrier(root, run_id)
     with pytest.raises(CarrierError, match="alive"):
         successor.claim()
     fetched = fetch(manifest, successor)
@@ -145,19 +157,58 @@ import sys
 from pathlib import Path
 from contraflow.weights.fetch import fetch
 from contraflow.weights.manifest import decode_manifest
-from contraflow.weights.memory import MemoryCarrier, shared_folder
+from contraflow.weights.memory import MemoryCarrier
 manifest = decode_manifest(Path(sys.argv[2]).read_bytes(), "argument")
-tensors = fetch(manifest, MemoryCarrier(shared_folder(), sys.argv[1])).tensors
+tensors = fetch(manifest, MemoryCarrier(Path(sys.argv[3]), sys.argv[1])).tensors
 print(tensors["w"].sum().item())
 """
 
 
 def test_a_reader_that_ends_unlinks_nothing_and_warns_of_nothing(
-    carrier: MemoryCarrier, run_id: str, tmp_path: Path
+    carrier: MemoryCarrier, root: Path, run_id: str, tmp_path: Path
 ) -> None:
     manifest = send(carrier)
     (tmp_path / "manifest").write_bytes(encode_manifest(manifest))
-    command = [sys.executable, "-W", "error", "-c", READER, run_id, str(tmp_path / "manifest")]
+    command = [sys.executable, "-W", "error", "-c", READER, run_id, str(tmp_path / "manifest"), str(root)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "499500.0", "")
     assert torch.equal(fetch(manifest, carrier).tensors["w"], torch.arange(1000.0))
+
+
+def test_a_run_that_begins_removes_what_killed_runs_left_and_nothing_else(root: Path, carrier: MemoryCarrier) -> None:
+    manifest = send(carrier)
+    dead = root / "contraflow-dead"
+    dead.mkdir()
+    (dead / "1.0.weights").write_bytes(b"x")
+    (root / "contraflow-file").write_text("x")
+    (root / "somebody").mkdir()
+    other = MemoryCarrier(root, "other")
+    other.claim()
+    theirs = send(other)
+    third = MemoryCarrier(root, "third")
+    third.claim()
+    assert sorted(path.name for path in root.iterdir()) == sorted(
+        [carrier.folder.name, "contraflow-other", "contraflow-third", "contraflow-file", "somebody"]
+    )
+    assert torch.equal(fetch(manifest, carrier).tensors["w"], fetch(theirs, other).tensors["w"])
+    other.close()
+    third.close()
+
+
+def test_a_folder_removed_while_it_is_being_locked_is_made_anew(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = root / "contraflow-run"
+    folder.mkdir(parents=True)
+    flock, removed = fcntl.flock, []
+
+    def late(descriptor: int, operation: int) -> None:
+        """Between opening the folder and locking it, its last owner removes it."""
+        if not removed:
+            removed.append(folder.rmdir())
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    carrier = MemoryCarrier(root, "run")
+    carrier.claim()
+    assert removed
+    assert torch.equal(fetch(send(carrier), MemoryCarrier(root, "run")).tensors["w"], torch.arange(1000.0))
+    carrier.close()
