@@ -153,12 +153,13 @@ def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
 
 
 def machine() -> dict[str, Any]:
+    names = [text for text in Path("/proc/cpuinfo").read_text().splitlines() if text.startswith("model name")]
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "machine": f"{os.cpu_count()} x {platform.machine()}, {platform.system()} {platform.release()}",
+        "cpu": names[0].partition(":")[2].strip() if names else platform.processor(),
+        "cores": os.cpu_count(),
         "python": platform.python_version(),
-        "load before": [round(load, 2) for load in BUSY_BEFORE],
-        "load after": [round(load, 2) for load in os.getloadavg()],
+        "load before": [round(load, 2) for load in BUSY_BEFORE],  # above 0: others were at work on the same cores
     }
 
 

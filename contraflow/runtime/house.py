@@ -11,10 +11,11 @@ from multiprocessing.process import BaseProcess
 from contraflow.errors import ChannelError, DeadlineExceeded, WorkerDied
 from contraflow.runtime.base import Address, Ref
 from contraflow.runtime.faults import from_fault
-from contraflow.runtime.process import Control, status_path
+from contraflow.runtime.process import Control, socket_path, status_path
 from contraflow.runtime.status import read_status
 
 EXIT_S = 2.0  # from a worker's last answer to its end; then SIGTERM, and as long again SIGKILL
+_LOST = 255  # what multiprocessing says when it cannot know
 
 
 class House:
@@ -25,10 +26,10 @@ class House:
         self.address = address
         self.control = control
         self.watched = False  # its end, if it came now, would be news
-        self.buried = False  # everybody was told of its end
+        self.death: WorkerDied | None = None  # what everybody was told of its end
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._process, self._hand = process, hand
-        self._began = False
+        self._starting: asyncio.Future[None] | None = None
 
     @property
     def name(self) -> str:
@@ -36,18 +37,19 @@ class House:
 
     async def open(self) -> None:
         """Start the process and wait until its factory is done. Raises what the factory raised, or ChannelError."""
+        if self.ended.done():
+            raise ChannelError(f"worker {self.name!r} was stopped before it began")
         loop = asyncio.get_running_loop()
-        starting = loop.run_in_executor(self._hand, self._process.start)
+        self._starting = loop.run_in_executor(self._hand, self._process.start)
         try:
-            await asyncio.shield(starting)
+            await asyncio.shield(self._starting)
         except (EOFError, OSError) as error:
             raise ChannelError(
                 f"no process for {self.name!r}: the fork server failed ({error!r}); try again"
             ) from error
         finally:
-            await asyncio.wait({starting})  # also when cancelled: a process that exists must be known
-            if starting.exception() is None:
-                self._began = True
+            await asyncio.wait({self._starting})  # also when cancelled: a process that exists must be known
+            if self._starting.exception() is None:
                 loop.add_reader(self._process.sentinel, self._on_sentinel)
         fault = await self.control.call(float("inf"), Control.ready)
         if fault:
@@ -70,8 +72,10 @@ class House:
 
     async def leave(self, willing: bool) -> None:
         """Wait for the process to end; push it when it is not willing or takes too long."""
+        if self._starting:
+            await asyncio.wait({self._starting})
         for push in (None, self._process.terminate, self._process.kill)[0 if willing else 1 :]:
-            if not self._began and not self.ended.done():
+            if not self._exists and not self.ended.done():
                 self.ended.set_result(0)
             if push and not self.ended.done():
                 push()
@@ -79,14 +83,25 @@ class House:
                 return
 
     def kill(self) -> None:
-        if self._began and not self.ended.done():
+        if self._exists and not self.ended.done():
             self._process.kill()
 
     def epitaph(self, code: int) -> str:
         """How the process ended and what it was doing then, such as `SIGKILL; was running step`."""
         status = read_status(status_path(self.address))
         how = _signal_name(-code) if code < 0 else f"exit code {code}"
+        if code == _LOST:
+            how += ", or the fork server died"
         return f"{how}; was running {status.running}" if status and status.running else f"{how}; was idle"
+
+    def clean(self) -> None:
+        """Remove the files of a process that is gone."""
+        for path in (status_path(self.address), socket_path(self.address)):
+            path.unlink(missing_ok=True)
+
+    @property
+    def _exists(self) -> bool:
+        return self._starting is not None and self._starting.done() and self._starting.exception() is None
 
     def _on_sentinel(self) -> None:
         loop = asyncio.get_running_loop()

@@ -119,7 +119,7 @@ class LocalRuntime:
     async def _launch(
         self, name: str, members: Mapping[str, Mapping[str, Any]], factory: Callable[..., W]
     ) -> list[Ref[W]]:
-        alive = {begun: [h.name for h in houses if not h.buried] for begun, houses in self._started.items()}
+        alive = {begun: [h.name for h in houses if not h.death] for begun, houses in self._started.items()}
         check_names(name, members, alive)
         houses = [self._build(member, factory, kwargs) for member, kwargs in members.items()]
         dying = self._started.get(name, [])
@@ -127,6 +127,9 @@ class LocalRuntime:
         try:
             await asyncio.gather(*[house.leave(willing=True) for house in dying])
             await together([self._open(house) for house in houses], GRACE_S)
+            for house in houses:
+                if house.death:  # while its mates were still being made
+                    raise house.death
         except BaseException:
             await asyncio.gather(*[house.leave(willing=False) for house in houses])
             raise
@@ -169,7 +172,7 @@ class LocalRuntime:
         ends = []
         for house in houses:
             house.watched = False
-            ends.append(house.leave(willing=True) if house.buried else house.stop(self._stop_s))
+            ends.append(house.leave(willing=True) if house.death else house.stop(self._stop_s))
         outcomes = await asyncio.gather(*ends, return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -177,26 +180,28 @@ class LocalRuntime:
                 raise outcome
 
     def _on_end(self, house: House, code: int) -> None:
-        if house.buried:
+        epitaph = house.epitaph(code)
+        house.clean()
+        if house.death:
             return
         if not house.watched:
-            how = f"while it was started or stopped: {house.epitaph(code)}" if code else "stopped"
+            how = f"while it was started or stopped: {epitaph}" if code else "stopped"
             self._bury(house, WorkerDied(house.name, how))
             return
-        death = WorkerDied(house.name, house.epitaph(code))
+        death = WorkerDied(house.name, epitaph)
         for mate in next(houses for houses in self._started.values() if house in houses):
             self._bury(mate, death)
         self._deaths.put_nowait(death)
 
     def _bury(self, house: House, death: WorkerDied) -> None:
         """Nobody may wait for this worker any longer; a rank of a broken gang is still alive, but not for long."""
-        house.buried, house.watched = True, False
+        house.death, house.watched = death, False
         house.kill()
         grave = Grave(house.address.endpoint, death.worker, death.detail)
         self._graves.append(grave)
         self._caller.bury(grave.endpoint, death)
         for other in self._all():
-            if not other.buried:
+            if not other.death:
                 telling = asyncio.get_running_loop().create_task(_tell(other, grave))
                 self._tasks.add(telling)
                 telling.add_done_callback(self._tasks.discard)

@@ -122,9 +122,14 @@ def _take_name(name: str) -> None:
         place.write_text(name[:15], encoding="utf-8")
 
 
+def socket_path(address: Address) -> Path:
+    """The socket of the worker at an `ipc://` address."""
+    return Path(address.endpoint.removeprefix("ipc://"))
+
+
 def status_path(address: Address) -> Path:
-    """Where the worker at an `ipc://` address writes its status page."""
-    return Path(address.endpoint.removeprefix("ipc://") + ".status")
+    """Where that worker writes its status page."""
+    return socket_path(address).with_suffix(".status")
 
 
 def trouble(address: Address, clock: Clock) -> str:

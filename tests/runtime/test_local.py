@@ -76,6 +76,9 @@ def test_sockets_lie_in_a_private_folder_that_goes_away(tmp_path: Path) -> None:
         (folder,) = list_folder(tmp_path)
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         assert any(stat.S_ISSOCK(path.stat().st_mode) for path in list_folder(folder))
+        runtime.kill("drill")
+        await runtime.next_death()
+        assert not list_folder(folder)
 
     play(scene, tmp_path)
     assert not list(tmp_path.iterdir())
@@ -196,6 +199,19 @@ def test_a_death_or_a_cancel_in_the_factory_fails_the_start(tmp_path: Path) -> N
         await runtime.start("drill", make_drill)
 
     play(scene, tmp_path)
+
+
+def test_closing_while_a_worker_is_started_leaves_nothing(tmp_path: Path) -> None:
+    async def scene(runtime: LocalRuntime) -> None:
+        await runtime.start("warm", make_drill)
+        starting = [asyncio.ensure_future(runtime.start(f"w{i}", make_drill, block_s=i + 1)) for i in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(DeadlineExceeded, match=r"w\d\.stop"):
+            await runtime.close()
+        for outcome in await asyncio.gather(*starting, return_exceptions=True):
+            assert isinstance(outcome, ChannelError | WorkerDied)
+
+    play(scene, tmp_path, stop_s=0.3)
 
 
 def test_a_start_cancelled_at_once_leaves_nothing(tmp_path: Path) -> None:
