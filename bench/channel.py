@@ -45,7 +45,7 @@ def main() -> None:
         results = asyncio.run(measure(Path(folder), options.calls, options.payloads))
     results["peer: multiprocessing.Pipe"] = measure_pipe(options.calls, options.payloads)
     print(json.dumps(results, indent=1))
-    record = {"command": "python -m bench.channel " + " ".join(sys.argv[1:]), **machine(), "results": results}
+    record = {"command": " ".join(["python -m bench.channel", *sys.argv[1:]]), **machine(), "results": results}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
