@@ -205,9 +205,15 @@ class PagedPlan:
         if queries_BQ is None and slots_T.shape != lengths_B.shape:
             raise ModelError(f"{slots_T.numel()} tokens for {lengths_B.numel()} sequences: say whose with queries_BQ")
         self._cache = cache
-        self._tables = tables_BN.reshape(-1)
         self._batch, self._blocks = tables_BN.shape
-        self._slots_T = slots_T
+        heads, block_tokens = cache.heads, cache.block_tokens
+        # Pages of one layer as (keys or values, sequence, head, block): in this order each head gets its own matrix.
+        pages = tables_BN[:, None, :] * len(heads) + heads.view(2, 1, -1, 1)
+        self._pages = pages.reshape(-1)
+        block_T = slots_T.div(block_tokens, rounding_mode="floor")
+        self._slots = ((block_T[:, None] * len(heads) + heads) * block_tokens + (slots_T % block_tokens)[:, None]).view(
+            -1
+        )
         self._queries = None if queries_BQ is None else queries_BQ.clamp_min(0)
         self._place_T = slots_T if queries_BQ is None else _inverse(queries_BQ, slots_T.shape[0])
         self._mask_B1QL = self._mask(lengths_B, queries_BQ)
@@ -230,17 +236,16 @@ class PagedPlan:
         ]
 
     def write(self, slots: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
-        """Put the fed tokens' keys and values into one layer's slots `[NB * BS, 2, G, d]`, where `slots_T` says."""
-        slots.index_copy_(0, self._slots_T, cast(torch.stack((k_TGd, v_TGd), 1), slots.dtype))
+        """Put the fed tokens' keys and values into one layer's slots `[NB * 2 * G * BS, d]`, where `slots_T` says."""
+        slots.index_copy_(0, self._slots, cast(torch.cat((k_TGd, v_TGd), 1).flatten(0, 1), slots.dtype))
 
-    def attend(self, q_THd: Tensor, blocks: Tensor) -> Tensor:
-        """Attention of the fed tokens against one layer's blocks `[NB, BS * 2 * G * d]`, which hold them already."""
-        batch, (heads, d), kv_heads = self._batch, q_THd.shape[1:], self._cache.pool.shape[4]
-        k, v = blocks.index_select(0, self._tables).view(batch, -1, 2, kv_heads, d).permute(2, 0, 3, 1, 4).unbind()
-        # Query heads that share a key/value head become more queries of it: no repeated keys, one plain SDPA.
+    def attend(self, q_THd: Tensor, pages: Tensor) -> Tensor:
+        """Attention of the fed tokens against one layer's pages `[NB * 2 * G, BS * d]`, which hold them already."""
+        batch, (heads, d), kv_heads = self._batch, q_THd.shape[1:], len(self._cache.heads) // 2
+        k, v = pages.index_select(0, self._pages).view(2, batch, kv_heads, -1, d).unbind()
+        # Query heads that share a key/value head become more queries of it: no repeated keys, one plain attention.
         if self._queries is None:
-            q = q_THd.view(batch, kv_heads, -1, d)
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask_B1QL).flatten(1, 2)
+            return _one_token(q_THd.view(batch, kv_heads, -1, d), k, v, self._mask_B1QL).flatten(1, 2)
         share = heads // kv_heads
         q = q_THd.index_select(0, self._queries.reshape(-1)).view(batch, -1, kv_heads, share, d)
         q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)
@@ -249,15 +254,28 @@ class PagedPlan:
         return o.index_select(0, self._place_T)
 
 
-class _PagedLayer:
-    """One layer's part of the cache under a plan: the same memory as blocks and as slots."""
+def _one_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention of a few queries a head: `[B, G, s, d]` against `[B, G, L, d]`, under an added mask `[B, 1, 1, L]`.
 
-    def __init__(self, plan: PagedPlan, blocks: Tensor, slots: Tensor) -> None:
-        self._plan, self._blocks, self._slots = plan, blocks, slots
+    On a CPU as two batched matmuls, where torch's attention kernel pays more for each head than the arithmetic costs.
+    """
+    if q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    flat = mask.expand(-1, k.shape[1], -1, -1).flatten(0, 1)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    scores = torch.baddbmm(flat, q, k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
+    return torch.bmm(scores.softmax(-1), v).view(len(mask), -1, q.shape[1], q.shape[2])
+
+
+class _PagedLayer:
+    """One layer's part of the cache under a plan: the same memory as pages and as slots."""
+
+    def __init__(self, plan: PagedPlan, pages: Tensor, slots: Tensor) -> None:
+        self._plan, self._pages, self._slots = plan, pages, slots
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         self._plan.write(self._slots, k_TGd, v_TGd)
-        return cast(self._plan.attend(cast(q_THd, self._slots.dtype), self._blocks), q_THd.dtype)
+        return cast(self._plan.attend(cast(q_THd, self._slots.dtype), self._pages), q_THd.dtype)
 
 
 def _inverse(queries_BQ: Tensor, tokens: int) -> Tensor:

@@ -14,10 +14,10 @@ from contraflow.model.families import ModelConfig
 
 
 class KVCache:
-    """Keys and values of every layer: views `[layers, NB, BS, G, d]` of one pool `[layers, NB, BS, 2, G, d]`.
+    """Keys and values of every layer: views `[layers, NB, G, BS, d]` of one pool `[layers, NB, 2, G, BS, d]`.
 
-    A token's key and value lie side by side, so that one gather and one scatter move both. `layers` are each layer's
-    views as blocks `[NB, BS * 2 * G * d]` and as slots `[NB * BS, 2, G, d]`.
+    A head's tokens lie together in each block, so that one gather of pages gives every head its keys and values as
+    plain matrices. `layers` are each layer's views as pages `[NB * 2 * G, BS * d]` and as slots `[NB * 2 * G * BS, d]`.
     Invariant: the pool never moves or grows, so a CUDA graph may hold its address.
     """
 
@@ -26,11 +26,12 @@ class KVCache:
     ) -> None:
         if blocks < 1 or block_tokens < 1:
             raise ModelError(f"a KV cache of {blocks} blocks of {block_tokens} tokens holds nothing; give at least 1")
-        shape = (config.layers, blocks, block_tokens, 2, config.kv_heads, config.head_dim)
+        shape = (config.layers, blocks, 2, config.kv_heads, block_tokens, config.head_dim)
         # Zeros, not garbage: masked-out positions are multiplied by probability 0, and 0 * NaN is NaN.
         self.pool: Tensor = torch.zeros(shape, dtype=dtype, device=device)
-        self.keys, self.values = self.pool.unbind(3)
-        self.layers = [(layer.flatten(1), layer.flatten(0, 1)) for layer in self.pool]
+        self.keys, self.values = self.pool.unbind(2)
+        self.layers = [(layer.flatten(0, 2).flatten(1), layer.flatten(0, 3)) for layer in self.pool]
+        self.heads = torch.arange(2 * config.kv_heads, device=device)  # of keys, then of values, within a block
         self.blocks = blocks
         self.block_tokens = block_tokens
 
