@@ -1,8 +1,8 @@
 """Tokens per second of the native engine and of `transformers` generate, on one model, one thread, one machine.
 
 Each side runs in fresh processes, in alternation. Two workloads of 64 sequences: equal lengths, and mixed lengths as RL
-has them (a static batch waits for its longest; only wanted tokens count). The engine steps on its own thread under an
-asyncio load: every completion is worked on in the loop, beside a ticker that keeps the loop 10 % busy.
+has them (a static batch waits for its longest; only wanted tokens count). The engine steps on its own thread and
+hands completions to an event loop, where each is worked on, as in a rollout worker.
 
     python -m bench.rollout [--folder builtin:tiny-moe] [--starts 5]
 """
@@ -66,22 +66,13 @@ def measure_ours(folder: Path) -> dict[str, float]:
         assert counts == [wanted for _, wanted in work]
         return sum(counts) / seconds
 
-    async def ticker() -> None:
-        while True:
-            await asyncio.sleep(0.001)
-            until = time.perf_counter() + 0.0001
-            while time.perf_counter() < until:
-                pass
-
     async def main() -> dict[str, float]:
         section = EngineSection(context_tokens=context)
         engine = NativeEngine(decoder, section, clock=time.perf_counter, version=Version(1, 0))
-        load = asyncio.create_task(ticker())
         results = {}
         for name, work in workloads(decoder.config.vocab, context).items():
             rates = [await once(engine, work, f"{name}{repeat}") for repeat in range(1 + REPEATS)]
             results[name] = statistics.median(rates[1:])
-        load.cancel()
         await engine.close()
         return results
 

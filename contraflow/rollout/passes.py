@@ -20,7 +20,7 @@ from contraflow.model.attention import PagedPlan
 from contraflow.model.cache import KVCache
 from contraflow.model.decoder import Decoder
 from contraflow.model.router import RouterTape
-from contraflow.rollout.rows import KEY, LENGTH, POSITION, SLOT, TOKEN, DecodeRows
+from contraflow.rollout.rows import GREEDY, LENGTH, NOISE, POSITION, SCALE, SLOT, TOKEN, DecodeRows
 from contraflow.rollout.sampling import sample
 from contraflow.rollout.schedule import Chunk, Sequence
 from contraflow.types import Float32, Int32, Int64, Routes
@@ -61,9 +61,9 @@ class Passes:
             scratch=blocks,
             pinned=self.device.type == "cuda",
         )
-        self._numbers, self._tables, self._scales = (
+        self._numbers, self._tables, self._reals = (
             host if self.device.type == "cpu" else host.to(self.device)
-            for host in (self.rows.numbers, self.rows.tables, self.rows.scales)
+            for host in (self.rows.numbers, self.rows.tables, self.rows.reals)
         )
         if self.device.type != "cpu" and config.experts:
             # The exact form reads a count on the host; the fixed form has a row for each pair, so none is lost.
@@ -110,7 +110,7 @@ class Passes:
             for host, device in (
                 (self.rows.numbers, self._numbers),
                 (self.rows.tables, self._tables),
-                (self.rows.scales, self._scales),
+                (self.rows.reals, self._reals),
             ):
                 device.copy_(host, non_blocking=True)
         count = self.rows.count
@@ -120,16 +120,15 @@ class Passes:
     @torch.inference_mode()
     def _decode(self, rows: int, blocks: int) -> Tensor:
         """The part a CUDA graph can hold: int32 `[2, B]` on the device, tokens and the bits of their log-probs."""
-        numbers = self._numbers[:, :rows]
+        numbers, reals = self._numbers[:, :rows], self._reals[:, :rows]
         slots = numbers[SLOT]
         plan = PagedPlan(self.cache, self._tables[:rows, :blocks], numbers[LENGTH], slots)
         hidden_BD = self._forward(numbers[TOKEN], numbers[POSITION], plan, slots)
         tokens_B, logprobs_B = sample(
             self.decoder.logits(hidden_BD),
-            scales_B=self._scales[0, :rows],
-            greedy_B=self._scales[1, :rows] > 0,
-            keys_B=numbers[KEY],
-            positions_B=numbers[LENGTH],
+            scales_B=reals[SCALE],
+            greedy_B=reals[GREEDY] > 0,
+            uniforms_B=reals[NOISE],
         )
         return torch.stack((tokens_B.to(torch.int32), logprobs_B.view(torch.int32)))
 

@@ -11,18 +11,19 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from contraflow.rollout.sampling import stream_key
+from contraflow.rollout.sampling import stream_key, uniforms
 from contraflow.rollout.schedule import Sequence
 from contraflow.types import Float32, Int32, Int64, StopReason
 
 TOKEN, POSITION, LENGTH, SLOT, KEY, SAMPLED, LIMIT, HELD, RECORD, JOINED = range(10)
+SCALE, GREEDY, NOISE = range(3)
 
 
 class DecodeRows:
     """Rows `[0, count)` are the decoding sequences, packed; a row that leaves is filled with the last one.
 
-    `numbers` int64 `[10, R]` (the names above), `tables` int64 `[R, N]`, `scales` fp32 `[2, R]` (1/temperature, 1 for
-    greedy) are tensors in (pinned, if the device is CUDA) host memory, their storage fixed.
+    `numbers` int64 `[10, R]` (the names above), `tables` int64 `[R, N]` and `reals` fp32 `[3, R]` (SCALE 1/temperature,
+    GREEDY 1 or 0, NOISE in [0, 1)) are tensors in (pinned, if the device is CUDA) host memory, their storage fixed.
 
     Invariant: rows from `count` on are padding: length 0, writing to the scratch block. A sequence's own `tokens`,
     `length` and `cached` are stale while it has a row, and right again after `leave`.
@@ -34,11 +35,11 @@ class DecodeRows:
         width = -(-context_tokens // block_tokens)
         self.numbers = torch.zeros((10, rows), dtype=torch.int64, pin_memory=pinned)
         self.tables = torch.full((rows, width), scratch, dtype=torch.int64, pin_memory=pinned)
-        self.scales = torch.ones((2, rows), dtype=torch.float32, pin_memory=pinned)
+        self.reals = torch.ones((3, rows), dtype=torch.float32, pin_memory=pinned)
         self.sequences: list[Sequence] = []
         self._numbers: Int64 = self.numbers.numpy()
         self._tables: Int64 = self.tables.numpy()
-        self._scales: Float32 = self.scales.numpy()
+        self._reals: Float32 = self.reals.numpy()
         self._stops: Int64 = np.full((rows, 1), -1, np.int64)
         self._new_tokens: Int32 = np.zeros((rows, context_tokens), np.int32)  # by record, not by row: rows move
         self._new_logprobs: Float32 = np.zeros((rows, context_tokens), np.float32)
@@ -66,7 +67,7 @@ class DecodeRows:
             *(sampled, sequence.limit, len(sequence.blocks), self._records.pop(), sampled),
         )
         self._tables[row, : len(sequence.blocks)] = sequence.blocks
-        self._scales[:, row] = (1 / request.temperature, 0) if request.temperature else (1, 1)
+        self._reals[: GREEDY + 1, row] = (1 / request.temperature, 0) if request.temperature else (1, 1)
         self._set_stops(row, request.stop_tokens)
         self.sequences.append(sequence)
         self._row[sequence.arrival] = row
@@ -82,7 +83,7 @@ class DecodeRows:
         self._records.append(record)
         moved = self.sequences.pop()
         if row != last:
-            for table in (self._numbers.T, self._tables, self._scales.T, self._stops):
+            for table in (self._numbers.T, self._tables, self._reals.T, self._stops):
                 table[row] = table[last]
             self.sequences[row] = moved
             self._row[moved.arrival] = row
@@ -108,8 +109,9 @@ class DecodeRows:
         self._numbers[HELD, row] += 1
 
     def aim(self) -> int:
-        """Point each row's slot at where its token's K/V goes; gives the blocks of the longest table in use."""
+        """Fill in where each row's K/V goes and its next token's noise; gives the blocks of the longest table used."""
         n = self.count
+        self._reals[NOISE, :n] = uniforms(self._numbers[KEY, :n], self._numbers[LENGTH, :n])
         column, offset = np.divmod(self._numbers[POSITION, :n], self._block_tokens)
         self._numbers[SLOT, :n] = self._tables[self._all[:n], column] * self._block_tokens + offset
         return int(column.max()) + 1

@@ -1,18 +1,21 @@
 """One token per row from logits, with noise that is a function of (seed, position) and of nothing else.
 
-Takes fp32 logits and per-row settings on the device, gives tokens and their log-probabilities there; no host sync, no
-generator state. Does not truncate (top-k, top-p): what is sampled is the whole temperature-scaled softmax.
+The noise is known before the logits are: it is hashed on the host, beside a step's other inputs, and what is done with
+it on the device waits for nothing. No generator state. Does not truncate (top-k, top-p): what is sampled is the whole
+temperature-scaled softmax.
 
 Shape letters: B rows (sequences), V vocabulary.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from contraflow.types import Float32, Int64
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
-_UNIT = 2.0**-24  # a float32 in [0, 1) carries 24 bits
 
 
 def stream_key(seed: int) -> int:
@@ -20,31 +23,29 @@ def stream_key(seed: int) -> int:
 
     Hashed once more than `uniforms` does, so that neighbouring seeds don't give shifted copies of one stream.
     """
-    return _signed(_mix((seed & _MASK) ^ _mix(seed >> 64 & _MASK)))
+    key = _mix((seed & _MASK) ^ _mix(seed >> 64 & _MASK))
+    return key - (1 << 64) if key >> 63 else key
 
 
-def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
+def uniforms(keys_B: Int64, positions_B: Int64) -> Float32:
     """fp32 `[B]` in [0, 1), 24 bits each: SplitMix64 (Steele, Lea & Flood 2014) of key + position.
 
-    `keys_B` int64 from `stream_key`, `positions_B` int64: the position of the token to be sampled. Integer products
-    wrap, as the hash wants.
+    `keys_B` from `stream_key`; `positions_B`: where in its sequence the token to be sampled will stand.
     """
-    z = keys_B + (positions_B + 1) * _signed(_GOLDEN)
-    z = (z ^ _shift(z, 30)) * _signed(_MIX_1)
-    z = (z ^ _shift(z, 27)) * _signed(_MIX_2)
-    z = z ^ _shift(z, 31)
-    return _shift(z, 40).to(torch.float32) * _UNIT
+    z = (positions_B + 1).view(np.uint64) * np.uint64(_GOLDEN) + keys_B.view(np.uint64)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_1)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)
+    z ^= z >> np.uint64(31)
+    return (z >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
-def sample(
-    logits_BV: Tensor, *, scales_B: Tensor, greedy_B: Tensor, keys_B: Tensor, positions_B: Tensor
-) -> tuple[Tensor, Tensor]:
+def sample(logits_BV: Tensor, *, scales_B: Tensor, greedy_B: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens int64 `[B]` and their log-probabilities fp32 `[B]` under softmax(logits * scale).
 
     `scales_B` fp32 is 1/temperature; `greedy_B` bool rows take the largest logit instead (scale 1 there).
     """
     logprobs_BV = torch.log_softmax(logits_BV * scales_B[:, None], dim=-1)
-    drawn_B = invert_cdf(logprobs_BV.exp(), uniforms(keys_B, positions_B))
+    drawn_B = invert_cdf(logprobs_BV.exp(), uniforms_B)
     tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), drawn_B)
     return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
 
@@ -67,12 +68,3 @@ def _mix(z: int) -> int:
     z = ((z ^ z >> 30) * _MIX_1) & _MASK
     z = ((z ^ z >> 27) * _MIX_2) & _MASK
     return z ^ z >> 31
-
-
-def _signed(z: int) -> int:
-    return z - (1 << 64) if z >> 63 else z
-
-
-def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64, where torch's is arithmetic."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)

@@ -265,9 +265,9 @@ def test_the_noise_of_a_token_is_that_of_its_seed_and_its_place_in_the_sequence(
         engine = engine_of(decoder)
         requests = [ask(f"u{i}", range(1 + i), new=20, seed=i // 2) for i in range(10)]
         for request, answer in zip(requests, await answers(engine, requests), strict=True):
-            places = torch.arange(len(request.prompt), len(request.prompt) + 20)
-            noise = uniforms(torch.full((20,), stream_key(request.seed)), places)
-            assert answer.tokens.tolist() == (noise * VOCAB).long().tolist()
+            places = np.arange(len(request.prompt), len(request.prompt) + 20)
+            noise = uniforms(np.full(20, stream_key(request.seed)), places)
+            assert answer.tokens.tolist() == (noise * VOCAB).astype(int).tolist()
         await engine.close()
 
     run(body)

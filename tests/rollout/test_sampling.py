@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -23,8 +24,8 @@ def splitmix64(key: int, position: int) -> int:
 
 @given(INT64, st.integers(0, 2**40))
 def test_uniforms_equal_the_published_hash_to_24_bits(key: int, position: int) -> None:
-    got = uniforms(torch.tensor([key]), torch.tensor([position]))
-    assert got.dtype == torch.float32
+    got = uniforms(np.array([key]), np.array([position]))
+    assert got.dtype == np.float32
     assert got.item() == (splitmix64(key, position) >> 40) / 2**24
 
 
@@ -51,8 +52,7 @@ def draw(logits_V: torch.Tensor, count: int, *, temperature: float = 1.0, seed: 
         rows,
         scales_B=torch.full((count,), 1 / temperature),
         greedy_B=torch.zeros(count, dtype=torch.bool),
-        keys_B=torch.full((count,), stream_key(seed)),
-        positions_B=torch.arange(count),
+        uniforms_B=torch.from_numpy(uniforms(np.full(count, stream_key(seed)), np.arange(count))),
     )
     return tokens
 
@@ -72,9 +72,9 @@ def test_frequencies_are_the_softmax_by_chi_square(temperature: float, seed: int
 @pytest.mark.parametrize("step", [1, 2, 16])
 def test_consecutive_positions_and_neighbouring_seeds_are_independent_by_chi_square(step: int) -> None:
     count, cells = 100_000, 8
-    u = uniforms(torch.full((count,), stream_key(3)), torch.arange(count))
-    v = uniforms(torch.tensor([stream_key(s) for s in range(count)]), torch.full((count,), 5))
-    for series in (u, v):
+    u = uniforms(np.full(count, stream_key(3)), np.arange(count))
+    v = uniforms(np.array([stream_key(s) for s in range(count)]), np.full(count, 5))
+    for series in (torch.from_numpy(u), torch.from_numpy(v)):
         pairs = (series[:-step] * cells).long() * cells + (series[step:] * cells).long()
         seen = torch.bincount(pairs, minlength=cells * cells).double()
         expected = len(pairs) / cells**2
@@ -110,8 +110,7 @@ def test_log_probabilities_are_those_of_the_scaled_full_softmax(vocab: int) -> N
         logits,
         scales_B=1 / temperatures,
         greedy_B=torch.tensor([False, False, False, True, True, False]),
-        keys_B=torch.arange(6),
-        positions_B=torch.arange(6),
+        uniforms_B=torch.rand(6, generator=generator),
     )
     exact = torch.log_softmax(logits.double() / temperatures[:, None].double(), -1).gather(-1, tokens[:, None])[:, 0]
     torch.testing.assert_close(logprobs.double(), exact, atol=1e-5, rtol=0)
@@ -120,10 +119,12 @@ def test_log_probabilities_are_those_of_the_scaled_full_softmax(vocab: int) -> N
 
 def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     logits = torch.randn(50, 32, generator=torch.Generator().manual_seed(0))
-    keys, positions = torch.arange(50) * 977, torch.arange(50)
-    settings = {"scales_B": torch.ones(50), "greedy_B": torch.zeros(50, dtype=torch.bool)}
-    together, _ = sample(logits, **settings, keys_B=keys, positions_B=positions)
+    rows = {
+        "scales_B": torch.linspace(0.5, 2, 50),
+        "greedy_B": torch.arange(50) % 7 == 0,
+        "uniforms_B": torch.from_numpy(uniforms(np.arange(50) * 977, np.arange(50))),
+    }
+    together, _ = sample(logits, **rows)
     for i in range(50):
-        row = {name: value[i : i + 1] for name, value in settings.items()}
-        alone, _ = sample(logits[i : i + 1], **row, keys_B=keys[i : i + 1], positions_B=positions[i : i + 1])
+        alone, _ = sample(logits[i : i + 1], **{name: row[i : i + 1] for name, row in rows.items()})
         assert alone.item() == together[i].item()
