@@ -148,6 +148,7 @@ def main() -> None:
         import torch
 
         torch.set_num_threads(1)
+        torch.set_flush_denormal(True)  # for both sides; contraflow's worker processes do so themselves
         print(json.dumps(SIDES[options.side](folder)))
         return
     import transformers

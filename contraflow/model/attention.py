@@ -217,6 +217,7 @@ class PagedPlan:
         self._queries = None if queries_BQ is None else queries_BQ.clamp_min(0)
         self._place_T = slots_T if queries_BQ is None else _inverse(queries_BQ, slots_T.shape[0])
         self._mask_B1QL = self._mask(lengths_B, queries_BQ)
+        self._mask_X1L = self._mask_B1QL.squeeze(1).repeat_interleave(len(heads) // 2, 0)  # a row a head, for decoding
 
     def layer(self, index: int) -> "_PagedLayer":
         """The view of one layer's cache."""
@@ -245,7 +246,7 @@ class PagedPlan:
         k, v = pages.index_select(0, self._pages).view(2, batch, kv_heads, -1, d).unbind()
         # Query heads that share a key/value head become more queries of it: no repeated keys, one plain attention.
         if self._queries is None:
-            return _one_token(q_THd.view(batch, kv_heads, -1, d), k, v, self._mask_B1QL).flatten(1, 2)
+            return self._one_token(q_THd.view(batch, kv_heads, -1, d), k, v).flatten(1, 2)
         share = heads // kv_heads
         q = q_THd.index_select(0, self._queries.reshape(-1)).view(batch, -1, kv_heads, share, d)
         q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)
@@ -253,18 +254,16 @@ class PagedPlan:
         o = o.view(batch, kv_heads, share, -1, d).permute(0, 3, 1, 2, 4).reshape(-1, heads, d)
         return o.index_select(0, self._place_T)
 
+    def _one_token(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of the query heads of one token a sequence: `[B, G, s, d]` against `[B, G, L, d]`.
 
-def _one_token(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention of a few queries a head: `[B, G, s, d]` against `[B, G, L, d]`, under an added mask `[B, 1, 1, L]`.
-
-    On a CPU as two batched matmuls, where torch's attention kernel pays more for each head than the arithmetic costs.
-    """
-    if q.is_cuda:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    flat = mask.expand(-1, k.shape[1], -1, -1).flatten(0, 1)
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    scores = torch.baddbmm(flat, q, k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
-    return torch.bmm(scores.softmax(-1), v).view(len(mask), -1, q.shape[1], q.shape[2])
+        On a CPU as two batched matmuls: torch's attention kernel pays more for each head than the arithmetic costs.
+        """
+        if q.is_cuda:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask_B1QL)
+        flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
+        scores = torch.baddbmm(self._mask_X1L, flat_q, flat_k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
+        return torch.bmm(scores.softmax(-1), flat_v).view_as(q)
 
 
 class _PagedLayer:

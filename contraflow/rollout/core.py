@@ -131,10 +131,10 @@ class EngineCore:
         scheduler.settle()
         if self._rows.count:
             account.switch("decode")
-            tokens_B, logprobs_B = passes.decode()
+            sampled_2B = passes.decode()
             account.switch("schedule")
-            self._tokens += len(tokens_B)
-            self._finish(self._rows.advance(tokens_B, logprobs_B))
+            self._tokens += self._rows.count
+            self._finish(self._rows.advance(sampled_2B))
         self._steps += 1
         account.switch("idle")
 
@@ -187,6 +187,8 @@ class EngineCore:
                 scheduler.preempt(youngest, self.version)
 
     def _finish(self, ended: list[tuple[Sequence, StopReason]]) -> None:
+        if not ended:
+            return
         for sequence, _ in ended:
             self._rows.leave(sequence)
         wanted = [sequence for sequence, _ in ended if sequence.request.want_routes]

@@ -23,7 +23,7 @@ from contraflow.model.router import RouterTape
 from contraflow.rollout.rows import GREEDY, LENGTH, NOISE, POSITION, SCALE, SLOT, TOKEN, DecodeRows
 from contraflow.rollout.sampling import sample
 from contraflow.rollout.schedule import Chunk, Sequence
-from contraflow.types import Float32, Int32, Int64, Routes
+from contraflow.types import Int32, Int64, Routes
 
 
 def bucket(count: int) -> int:
@@ -61,10 +61,10 @@ class Passes:
             scratch=blocks,
             pinned=self.device.type == "cuda",
         )
-        self._numbers, self._tables, self._reals = (
+        self._inputs = [
             host if self.device.type == "cpu" else host.to(self.device)
             for host in (self.rows.numbers, self.rows.tables, self.rows.reals)
-        )
+        ]
         if self.device.type != "cpu" and config.experts:
             # The exact form reads a count on the host; the fixed form has a row for each pair, so none is lost.
             decoder.use_dispatch(LocalDispatch(config.experts, capacity=1 << 40))
@@ -102,33 +102,29 @@ class Passes:
         if self.routes is not None:
             self.routes.index_copy_(0, target, self.routes.index_select(0, source))
 
-    def decode(self) -> tuple[Int32, Float32]:
-        """Feed each row's token, sample its next: tokens int32 and log-probabilities fp32, `[B]` each, on the host."""
-        blocks = self.rows.aim()
+    def decode(self) -> Int32:
+        """Feed each row's token and sample its next: `[2, B]` on the host, tokens and the bits of their logprobs."""
+        rows, blocks = self.rows, self.rows.prepare()
         if self.device.type != "cpu":
-            blocks = min(bucket(blocks), self._tables.shape[1])
-            for host, device in (
-                (self.rows.numbers, self._numbers),
-                (self.rows.tables, self._tables),
-                (self.rows.reals, self._reals),
-            ):
+            blocks = min(bucket(blocks), rows.tables.shape[1])
+            for device, host in zip(self._inputs, (rows.numbers, rows.tables, rows.reals), strict=True):
                 device.copy_(host, non_blocking=True)
-        count = self.rows.count
-        results = self._decode(bucket(count), blocks).cpu().numpy()
-        return results[0, :count], results[1, :count].view(np.float32)
+        sampled: Int32 = self._decode(bucket(rows.count), blocks).cpu().numpy()
+        return sampled[:, : rows.count]
 
     @torch.inference_mode()
     def _decode(self, rows: int, blocks: int) -> Tensor:
-        """The part a CUDA graph can hold: int32 `[2, B]` on the device, tokens and the bits of their log-probs."""
-        numbers, reals = self._numbers[:, :rows], self._reals[:, :rows]
-        slots = numbers[SLOT]
-        plan = PagedPlan(self.cache, self._tables[:rows, :blocks], numbers[LENGTH], slots)
-        hidden_BD = self._forward(numbers[TOKEN], numbers[POSITION], plan, slots)
+        """The part a CUDA graph can hold: as `decode`, for the first `rows` rows and on the device."""
+        numbers, tables, reals = self._inputs
+        numbers_B, reals_B = numbers[:, :rows].unbind(), reals[:, :rows].unbind()
+        slots_B, lengths_B = numbers_B[SLOT], numbers_B[LENGTH]
+        plan = PagedPlan(self.cache, tables[:rows, :blocks], lengths_B, slots_B)
+        hidden_BD = self._forward(numbers_B[TOKEN], numbers_B[POSITION], plan, slots_B)
         tokens_B, logprobs_B = sample(
             self.decoder.logits(hidden_BD),
-            scales_B=reals[SCALE],
-            greedy_B=reals[GREEDY] > 0,
-            uniforms_B=reals[NOISE],
+            scales_B=reals_B[SCALE],
+            greedy_B=reals_B[GREEDY] > 0,
+            uniforms_B=reals_B[NOISE],
         )
         return torch.stack((tokens_B.to(torch.int32), logprobs_B.view(torch.int32)))
 

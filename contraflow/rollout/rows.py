@@ -3,7 +3,7 @@
 Takes sequences when they become ready, gives each decode pass its inputs and takes its outputs: all per-token work is
 a handful of numpy calls over all rows. Does not decide who decodes (`schedule`) nor compute (`passes`).
 
-Shape letters: R rows there are, B rows in use, N blocks of a table, W stop tokens of a request at most, C new tokens.
+Shape letters: R rows there are, B rows in use, N blocks of a table, W stop tokens of a request at most, C context.
 """
 
 from collections.abc import Iterable
@@ -13,39 +13,43 @@ import torch
 
 from contraflow.rollout.sampling import stream_key, uniforms
 from contraflow.rollout.schedule import Sequence
-from contraflow.types import Float32, Int32, Int64, StopReason
+from contraflow.types import Bool, Float32, Int32, Int64, StopReason
 
-TOKEN, POSITION, LENGTH, SLOT, KEY, SAMPLED, LIMIT, HELD, RECORD, JOINED = range(10)
+# Rows of `numbers`. POSITION to PLACE go up by one with every token.
+TOKEN, POSITION, LENGTH, SLOT, PLACE, KEY, END, HELD = range(8)
+# Rows of `reals`.
 SCALE, GREEDY, NOISE = range(3)
 
 
 class DecodeRows:
     """Rows `[0, count)` are the decoding sequences, packed; a row that leaves is filled with the last one.
 
-    `numbers` int64 `[10, R]` (the names above), `tables` int64 `[R, N]` and `reals` fp32 `[3, R]` (SCALE 1/temperature,
-    GREEDY 1 or 0, NOISE in [0, 1)) are tensors in (pinned, if the device is CUDA) host memory, their storage fixed.
+    Tensors in (pinned, if the device is CUDA) host memory, their storage fixed: `numbers` int64 `[8, R]`: the TOKEN to
+    feed, its POSITION, the LENGTH with it, the cache SLOT of its K/V, the PLACE its successor is noted at, the noise
+    KEY, the length at the END, the blocks HELD. `tables` int64 `[R, N]`. `reals` fp32 `[3, R]`: SCALE 1/temperature,
+    GREEDY 1 or 0, NOISE in [0, 1).
 
     Invariant: rows from `count` on are padding: length 0, writing to the scratch block. A sequence's own `tokens`,
-    `length` and `cached` are stale while it has a row, and right again after `leave`.
+    `length` and `cached` are as when it joined while it has a row, and right again after `leave`.
     """
 
     def __init__(
         self, rows: int, *, context_tokens: int, block_tokens: int, scratch: int, pinned: bool = False
     ) -> None:
         width = -(-context_tokens // block_tokens)
-        self.numbers = torch.zeros((10, rows), dtype=torch.int64, pin_memory=pinned)
+        self.numbers = torch.zeros((8, rows), dtype=torch.int64, pin_memory=pinned)
         self.tables = torch.full((rows, width), scratch, dtype=torch.int64, pin_memory=pinned)
         self.reals = torch.ones((3, rows), dtype=torch.float32, pin_memory=pinned)
         self.sequences: list[Sequence] = []
         self._numbers: Int64 = self.numbers.numpy()
         self._tables: Int64 = self.tables.numpy()
         self._reals: Float32 = self.reals.numpy()
-        self._stops: Int64 = np.full((rows, 1), -1, np.int64)
-        self._new_tokens: Int32 = np.zeros((rows, context_tokens), np.int32)  # by record, not by row: rows move
-        self._new_logprobs: Float32 = np.zeros((rows, context_tokens), np.float32)
-        self._records = list(range(rows))
+        self._stops: Int64 = np.full((1, rows), -1, np.int64)  # [W, R]
+        # What was sampled, tokens and bits of log-probabilities: C places a row, which a sequence keeps when rows move.
+        self._sampled: Int32 = np.zeros((2, rows * context_tokens), np.int32)
+        self._homes = [row * context_tokens for row in range(rows)]  # first places that are free
+        self._home: dict[int, int] = {}  # arrival -> first place
         self._row: dict[int, int] = {}  # arrival -> row
-        self._all: Int64 = np.arange(rows)
         self._block_tokens = block_tokens
         self._scratch = scratch
         self._numbers[SLOT] = scratch * block_tokens
@@ -59,14 +63,14 @@ class DecodeRows:
 
     def join(self, sequence: Sequence) -> None:
         """Give a sequence that has K/V for all tokens but the last a row."""
-        row, length, request = self.count, sequence.length, sequence.request
-        sampled = length - sequence.prompt
-        key = stream_key(request.seed)
+        row, length, request, blocks = self.count, sequence.length, sequence.request, sequence.blocks
+        home = self._home[sequence.arrival] = self._homes.pop()
+        slot = blocks[-1] * self._block_tokens + (length - 1) % self._block_tokens
         self._numbers[:, row] = (
-            *(sequence.tokens[length - 1], length - 1, length, 0, key),
-            *(sampled, sequence.limit, len(sequence.blocks), self._records.pop(), sampled),
+            *(sequence.tokens[length - 1], length - 1, length, slot, home),
+            *(stream_key(request.seed), sequence.prompt + sequence.limit, len(blocks)),
         )
-        self._tables[row, : len(sequence.blocks)] = sequence.blocks
+        self._tables[row, : len(blocks)] = blocks
         self._reals[: GREEDY + 1, row] = (1 / request.temperature, 0) if request.temperature else (1, 1)
         self._set_stops(row, request.stop_tokens)
         self.sequences.append(sequence)
@@ -74,16 +78,16 @@ class DecodeRows:
 
     def leave(self, sequence: Sequence) -> None:
         """Write a sequence's new tokens back into it and give its row away."""
-        row, last = self._row.pop(sequence.arrival), self.count - 1
-        sampled, record, joined = (int(self._numbers[field, row]) for field in (SAMPLED, RECORD, JOINED))
-        sequence.length = sequence.prompt + sampled
-        sequence.cached = sequence.length - 1
-        sequence.tokens[sequence.prompt + joined : sequence.length] = self._new_tokens[record, joined:sampled]
-        sequence.logprobs[joined:sampled] = self._new_logprobs[record, joined:sampled]
-        self._records.append(record)
+        row, home, last = self._row.pop(sequence.arrival), self._home.pop(sequence.arrival), self.count - 1
+        old, new = sequence.length, int(self._numbers[LENGTH, row])
+        tokens, bits = self._sampled[:, home : home + new - old]
+        sequence.tokens[old:new] = tokens
+        sequence.logprobs[old - sequence.prompt : new - sequence.prompt] = bits.view(np.float32)
+        sequence.length, sequence.cached = new, new - 1
+        self._homes.append(home)
         moved = self.sequences.pop()
         if row != last:
-            for table in (self._numbers.T, self._tables, self._reals.T, self._stops):
+            for table in (self._numbers.T, self._tables, self._reals.T, self._stops.T):
                 table[row] = table[last]
             self.sequences[row] = moved
             self._row[moved.arrival] = row
@@ -94,55 +98,52 @@ class DecodeRows:
     def sampled(self, sequence: Sequence) -> int:
         """New tokens a sequence has now, whether it has a row or not."""
         row = self._row.get(sequence.arrival)
-        return sequence.length - sequence.prompt if row is None else int(self._numbers[SAMPLED, row])
+        return (sequence.length if row is None else int(self._numbers[LENGTH, row])) - sequence.prompt
 
     def outgrown(self) -> list[Sequence]:
         """Sequences whose next token has no block to go to, oldest first."""
         n = self.count
-        rows = np.flatnonzero(self._numbers[POSITION, :n] >= self._numbers[HELD, :n] * self._block_tokens)
+        rows = (self._numbers[POSITION, :n] >= self._numbers[HELD, :n] * self._block_tokens).nonzero()[0]
         return sorted((self.sequences[row] for row in rows), key=lambda s: s.arrival)
 
     def grown(self, sequence: Sequence) -> None:
-        """The sequence was given one more block."""
-        row = self._row[sequence.arrival]
-        self._tables[row, self._numbers[HELD, row]] = sequence.blocks[-1]
+        """The sequence was given one more block: its next token goes to the start of that."""
+        row, block = self._row[sequence.arrival], sequence.blocks[-1]
+        self._tables[row, self._numbers[HELD, row]] = block
+        self._numbers[SLOT, row] = block * self._block_tokens
         self._numbers[HELD, row] += 1
 
-    def aim(self) -> int:
-        """Fill in where each row's K/V goes and its next token's noise; gives the blocks of the longest table used."""
-        n = self.count
-        self._reals[NOISE, :n] = uniforms(self._numbers[KEY, :n], self._numbers[LENGTH, :n])
-        column, offset = np.divmod(self._numbers[POSITION, :n], self._block_tokens)
-        self._numbers[SLOT, :n] = self._tables[self._all[:n], column] * self._block_tokens + offset
-        return int(column.max()) + 1
+    def prepare(self) -> int:
+        """Fill in the noise of each row's next token; gives the blocks of the longest table in use."""
+        numbers = self._numbers[:, : self.count]
+        self._reals[NOISE, : self.count] = uniforms(numbers[KEY], numbers[LENGTH])
+        return int(numbers[HELD].max())
 
-    def advance(self, tokens_B: Int32, logprobs_B: Float32) -> list[tuple[Sequence, StopReason]]:
-        """Take what a decode pass sampled, one token a row; gives who ended and why (their rows are still theirs).
+    def advance(self, sampled_2B: Int32) -> list[tuple[Sequence, StopReason]]:
+        """Take a decode pass's tokens and the bits of their log-probabilities; gives who ended and why.
 
-        A log-probability that is not a number ends its sequence with ENGINE_ERROR.
+        Who ended still has a row. A log-probability that is not a number ends its sequence with ENGINE_ERROR.
         """
-        n, numbers = self.count, self._numbers
-        record, sampled = numbers[RECORD, :n], numbers[SAMPLED, :n]
-        self._new_tokens[record, sampled] = tokens_B
-        self._new_logprobs[record, sampled] = logprobs_B
-        numbers[TOKEN, :n] = tokens_B
-        numbers[POSITION : LENGTH + 1, :n] += 1
-        sampled += 1
-        stopped = (self._stops[:n] == tokens_B[:, None]).any(1)
-        broken = ~np.isfinite(logprobs_B)
-        ended = stopped | broken | (sampled >= numbers[LIMIT, :n])
-        return [(self.sequences[row], _reason(stopped[row], broken[row])) for row in np.flatnonzero(ended)]
+        numbers = self._numbers[:, : self.count]
+        tokens_B, logprobs_B = sampled_2B[0], sampled_2B[1].view(np.float32)
+        self._sampled[:, numbers[PLACE]] = sampled_2B
+        numbers[TOKEN] = tokens_B
+        numbers[POSITION : PLACE + 1] += 1
+        stopped: Bool = (self._stops[:, : self.count] == tokens_B).any(0)
+        sound = np.isfinite(logprobs_B)
+        ended = stopped | ~sound | (numbers[LENGTH] >= numbers[END])
+        return [(self.sequences[row], _reason(stopped[row], sound[row])) for row in ended.nonzero()[0]]
 
     def _set_stops(self, row: int, stops: Iterable[int]) -> None:
         wanted = list(stops)
-        lacking = len(wanted) - self._stops.shape[1]
+        lacking = len(wanted) - len(self._stops)
         if lacking > 0:
-            self._stops = np.pad(self._stops, ((0, 0), (0, lacking)), constant_values=-1)
-        self._stops[row] = -1
-        self._stops[row, : len(wanted)] = wanted
+            self._stops = np.pad(self._stops, ((0, lacking), (0, 0)), constant_values=-1)
+        self._stops[:, row] = -1
+        self._stops[: len(wanted), row] = wanted
 
 
-def _reason(stopped: bool, broken: bool) -> StopReason:
-    if broken:
+def _reason(stopped: bool, sound: bool) -> StopReason:
+    if not sound:
         return StopReason.ENGINE_ERROR
     return StopReason.STOP if stopped else StopReason.LENGTH

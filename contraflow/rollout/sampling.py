@@ -13,9 +13,11 @@ from torch import Tensor
 
 from contraflow.types import Float32, Int64
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
+# The same as numpy scalars: making one costs as much as an operation on a small array.
+_GOLDEN_U, _MIX_1_U, _MIX_2_U, _27, _30, _31, _40 = map(np.uint64, (_GOLDEN, _MIX_1, _MIX_2, 27, 30, 31, 40))
+_UNIT = np.float32(2.0**-24)
 
 
 def stream_key(seed: int) -> int:
@@ -32,11 +34,11 @@ def uniforms(keys_B: Int64, positions_B: Int64) -> Float32:
 
     `keys_B` from `stream_key`; `positions_B`: where in its sequence the token to be sampled will stand.
     """
-    z = (positions_B + 1).view(np.uint64) * np.uint64(_GOLDEN) + keys_B.view(np.uint64)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_1)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)
-    z ^= z >> np.uint64(31)
-    return (z >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+    z = (positions_B + 1).view(np.uint64) * _GOLDEN_U + keys_B.view(np.uint64)
+    z = (z ^ (z >> _30)) * _MIX_1_U
+    z = (z ^ (z >> _27)) * _MIX_2_U
+    z ^= z >> _31
+    return (z >> _40).astype(np.float32) * _UNIT
 
 
 def sample(logits_BV: Tensor, *, scales_B: Tensor, greedy_B: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:

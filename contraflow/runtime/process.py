@@ -111,6 +111,8 @@ def main(setup: Setup) -> None:
     # The fork server was born earlier, with the environment and the threads of then.
     os.environ.update(setup.environment)
     torch.set_num_threads(setup.threads)
+    # Softmaxes of sure models are full of denormals, which a CPU takes a hundred times longer over. Threads inherit it.
+    torch.set_flush_denormal(True)
     _take_name(setup.address.worker)
     asyncio.run(_live(setup))
 
