@@ -119,7 +119,7 @@ def test_a_decode_pass_reads_nothing_back_and_replays_from_a_graph() -> None:
     submit(core, 8, new=60)
     for _ in range(6):
         core.step()
-    passes, blocks = core._passes, core._passes.rows.aim()
+    passes, blocks = core._passes, core._passes.rows.prepare()
     passes.decode()  # uploads the rows; writing the same K/V again changes nothing
     torch.cuda.set_sync_debug_mode("error")
     try:
