@@ -65,6 +65,7 @@ class Passes:
             host if self.device.type == "cpu" else host.to(self.device)
             for host in (self.rows.numbers, self.rows.tables, self.rows.reals)
         ]
+        self._batches: dict[int, tuple[tuple[Tensor, ...], Tensor, tuple[Tensor, ...]]] = {}
         if self.device.type != "cpu" and config.experts:
             # The exact form reads a count on the host; the fixed form has a row for each pair, so none is lost.
             decoder.use_dispatch(LocalDispatch(config.experts, capacity=1 << 40))
@@ -115,10 +116,9 @@ class Passes:
     @torch.inference_mode()
     def _decode(self, rows: int, blocks: int) -> Tensor:
         """The part a CUDA graph can hold: as `decode`, for the first `rows` rows and on the device."""
-        numbers, tables, reals = self._inputs
-        numbers_B, reals_B = numbers[:, :rows].unbind(), reals[:, :rows].unbind()
+        numbers_B, tables_BN, reals_B = self._views(rows)
         slots_B, lengths_B = numbers_B[SLOT], numbers_B[LENGTH]
-        plan = PagedPlan(self.cache, tables[:rows, :blocks], lengths_B, slots_B)
+        plan = PagedPlan(self.cache, tables_BN[:, :blocks], lengths_B, slots_B)
         hidden_BD = self._forward(numbers_B[TOKEN], numbers_B[POSITION], plan, slots_B)
         tokens_B, logprobs_B = sample(
             self.decoder.logits(hidden_BD),
@@ -145,6 +145,13 @@ class Passes:
         hidden_TD: Tensor = self.decoder(tokens_T, positions_T, plan, tape=tape)
         self.routes.flatten(0, 1).index_copy_(0, slots_T, tape.routes().view(self.routes.dtype))
         return hidden_TD
+
+    def _views(self, rows: int) -> tuple[tuple[Tensor, ...], Tensor, tuple[Tensor, ...]]:
+        """The first `rows` rows of the decode inputs, field by field: made once a batch size, since nothing moves."""
+        if rows not in self._batches:
+            numbers, tables, reals = self._inputs
+            self._batches[rows] = (numbers[:, :rows].unbind(), tables[:rows], reals[:, :rows].unbind())
+        return self._batches[rows]
 
     def _slots(self, sequence: Sequence) -> Int64:
         positions_L = np.arange(sequence.cached)
