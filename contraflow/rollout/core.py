@@ -126,8 +126,7 @@ class EngineCore:
             self._fed_tokens += sum(chunk.end - chunk.start for chunk in plan.chunks)
         if plan.copies:
             passes.copy(plan.copies)
-        for sequence in plan.ready:
-            self._rows.join(sequence)
+        passes.join(plan.ready)
         scheduler.settle()
         if self._rows.count:
             account.switch("decode")
@@ -189,8 +188,7 @@ class EngineCore:
     def _finish(self, ended: list[tuple[Sequence, StopReason]]) -> None:
         if not ended:
             return
-        for sequence, _ in ended:
-            self._rows.leave(sequence)
+        self._passes.leave([sequence for sequence, _ in ended])
         wanted = [sequence for sequence, _ in ended if sequence.request.want_routes]
         routes = dict(zip(wanted, self._passes.routes_of(wanted), strict=True)) if wanted else {}
         for sequence, reason in ended:
@@ -212,7 +210,7 @@ class EngineCore:
 
     def _leave_row(self, sequence: Sequence) -> None:
         if self._rows.has(sequence):
-            self._rows.leave(sequence)
+            self._passes.leave([sequence])
 
     def _flip(self, version: Version) -> None:
         """From here on tokens are sampled by `version`; what that does to the KV cache is the section's policy."""

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from contraflow.config import Engine as EngineSection
 from contraflow.dispatch.local import LocalDispatch
-from contraflow.model.attention import PagedPlan
+from contraflow.model.attention import PagedPlan, Plan
 from contraflow.model.cache import KVCache
 from contraflow.model.decoder import Decoder
 from contraflow.model.router import RouterTape
+from contraflow.rollout.rowcache import RowCache, RowPlan
 from contraflow.rollout.rows import GREEDY, LENGTH, NOISE, POSITION, SCALE, SLOT, TOKEN, DecodeRows
 from contraflow.rollout.sampling import sample
 from contraflow.rollout.schedule import Chunk, Sequence
@@ -69,6 +70,10 @@ class Passes:
         if self.device.type != "cpu" and config.experts:
             # The exact form reads a count on the host; the fixed form has a row for each pair, so none is lost.
             decoder.use_dispatch(LocalDispatch(config.experts, capacity=1 << 40))
+        self.near: RowCache | None = None
+        if self.device.type == "cpu" and section.max_sequences * section.context_tokens <= section.kv_tokens:
+            # Every row could be full and it would still take no more memory than the cache.
+            self.near = RowCache(self.cache, bucket(section.max_sequences), section.context_tokens)
         self.routes = self._route_store(section) if section.routes else None
 
     @torch.inference_mode()
@@ -103,6 +108,36 @@ class Passes:
         if self.routes is not None:
             self.routes.index_copy_(0, target, self.routes.index_select(0, source))
 
+    @torch.inference_mode()
+    def join(self, sequences: Rows[Sequence]) -> None:
+        """Give sequences whose prefix is cached a row each."""
+        if self.near is not None and sequences:
+            self.near.fill(self.rows.count, [sequence.blocks for sequence in sequences])
+        for sequence in sequences:
+            self.rows.join(sequence)
+
+    @torch.inference_mode()
+    def leave(self, sequences: Rows[Sequence]) -> None:
+        """Take these sequences' rows away; the blocks they filled then hold their K/V, if others may share it."""
+        self._spill([sequence for sequence in sequences if sequence.pure])
+        # Last row first: then only rows that stay are moved.
+        for sequence in sorted(sequences, key=self.rows.row_of, reverse=True):
+            row = self.rows.row_of(sequence)
+            self.rows.leave(sequence)
+            if self.near is not None and row < self.rows.count:
+                self.near.move(self.rows.count, row, len(self.rows.sequences[row].blocks) * self.cache.block_tokens)
+
+    def _spill(self, sequences: Rows[Sequence]) -> None:
+        if self.near is None:
+            return
+        moves = [
+            (self.rows.row_of(sequence), page, sequence.blocks[page])
+            for sequence in sequences
+            for page in range(*self.rows.filled(sequence))
+        ]
+        if moves:
+            self.near.spill(*zip(*moves, strict=True))
+
     def decode(self) -> Int32:
         """Feed each row's token and sample its next: `[2, B]` on the host, tokens and the bits of their logprobs."""
         rows, blocks = self.rows, self.rows.prepare()
@@ -118,7 +153,11 @@ class Passes:
         """The part a CUDA graph can hold: as `decode`, for the first `rows` rows and on the device."""
         numbers_B, tables_BN, reals_B = self._views(rows)
         slots_B, lengths_B = numbers_B[SLOT], numbers_B[LENGTH]
-        plan = PagedPlan(self.cache, tables_BN[:, :blocks], lengths_B, slots_B)
+        plan: Plan
+        if self.near is None:
+            plan = PagedPlan(self.cache, tables_BN[:, :blocks], lengths_B, slots_B)
+        else:
+            plan = RowPlan(self.near, numbers_B[POSITION], lengths_B, blocks * self.cache.block_tokens)
         hidden_BD = self._forward(numbers_B[TOKEN], numbers_B[POSITION], plan, slots_B)
         tokens_B, logprobs_B = sample(
             self.decoder.logits(hidden_BD),
@@ -138,7 +177,7 @@ class Passes:
             read = read.view(np.uint16)
         return np.split(read, np.cumsum([sequence.cached for sequence in sequences])[:-1])
 
-    def _forward(self, tokens_T: Tensor, positions_T: Tensor, plan: PagedPlan, slots_T: Tensor) -> Tensor:
+    def _forward(self, tokens_T: Tensor, positions_T: Tensor, plan: Plan, slots_T: Tensor) -> Tensor:
         if self.routes is None:
             return self.decoder(tokens_T, positions_T, plan)  # type: ignore[no-any-return]
         tape = RouterTape()

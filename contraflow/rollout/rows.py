@@ -76,8 +76,11 @@ class DecodeRows:
         self.sequences.append(sequence)
         self._row[sequence.arrival] = row
 
+    def row_of(self, sequence: Sequence) -> int:
+        return self._row[sequence.arrival]
+
     def leave(self, sequence: Sequence) -> None:
-        """Write a sequence's new tokens back into it and give its row away."""
+        """Write a sequence's new tokens back into it and give its row away: to the sequence of the last row, if any."""
         row, home, last = self._row.pop(sequence.arrival), self._home.pop(sequence.arrival), self.count - 1
         old, new = sequence.length, int(self._numbers[LENGTH, row])
         tokens, bits = self._sampled[:, home : home + new - old]
@@ -99,6 +102,11 @@ class DecodeRows:
         """New tokens a sequence has now, whether it has a row or not."""
         row = self._row.get(sequence.arrival)
         return (sequence.length if row is None else int(self._numbers[LENGTH, row])) - sequence.prompt
+
+    def filled(self, sequence: Sequence) -> tuple[int, int]:
+        """The range of a sequence's blocks that became full since it joined."""
+        length = int(self._numbers[LENGTH, self._row[sequence.arrival]])
+        return (sequence.length - 1) // self._block_tokens, (length - 1) // self._block_tokens
 
     def outgrown(self) -> list[Sequence]:
         """Sequences whose next token has no block to go to, oldest first."""
