@@ -381,7 +381,7 @@ def test_a_threaded_trainer_answers_while_it_trains_and_computes_the_same(bench)
             await here.start(f"trainer-{name}", train=config.Train(epochs=20), threaded=threaded)
             take = await here.feed(0)
             working = asyncio.ensure_future(here.trainer.call(60, Trainer.step, take))
-            while not working.done():
+            while not (await asyncio.wait({working}, timeout=0.005))[0]:  # without a pause, asking starves the thread
                 seen.add((name, (await here.trainer.call(5, Trainer.report)).doing))
             ends.append((await working).manifest.digests)
         assert ends[0] == ends[1]

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# One visit to a machine with an H200: do the tests pass on its stack, does the run learn there, how fast is the native engine?
+# Arguments: a folder for results, and which parts (tests, run, rollout). Needs the dependencies on PYTHONPATH; torch is the machine's own.
+set -uo pipefail
+out=$1; shift
+export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+for part in "$@"; do
+  echo "== $part: $(date +%T)"
+  case $part in
+    tests)
+      timeout 280 python3 -m pytest -q -n 12 --dist loadfile -m "not slow and not gpu" --maxfail=20 > "$out/tests.log" 2>&1; tail -n 15 "$out/tests.log"
+      timeout 120 python3 -m pytest -q -m gpu > "$out/gpu.log" 2>&1; tail -n 5 "$out/gpu.log" ;;
+    run)
+      timeout 120 python3 -c "from contraflow.cli import main; main()" run recipes/tiny_cpu.toml --folder /tmp/run --plain > "$out/run.log" 2>&1; tail -n 3 "$out/run.log" ;;
+    rollout)
+      timeout 300 python3 -m bench.rollout_gpu olmoe-1b-7b --outputs 256,1024 --profile > "$out/rollout.log" 2>&1; grep -E "RESULT|Error|wrote" "$out/rollout.log"; tail -n 24 "$out/rollout.log"
+      cp bench/results/rollout_gpu_*.json "$out/" ;;
+  esac
+done
