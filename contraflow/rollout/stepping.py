@@ -58,7 +58,8 @@ class ThreadStepper:
     def __init__(self, work: Work, *, close_deadline_s: float = 30.0) -> None:
         self._work = work
         self._deadline_s = close_deadline_s
-        self._inbox: SimpleQueue[Command | None] = SimpleQueue()
+        self._outbox: list[Command] = []  # of this turn of the loop
+        self._inbox: SimpleQueue[list[Command] | None] = SimpleQueue()
         self._answers: list[Outcome] = []
         # Each thread has its own OpenMP setting; the engine's must be that of whoever made it.
         self._thread = threading.Thread(
@@ -67,8 +68,10 @@ class ThreadStepper:
         self._thread.start()
 
     def post(self, command: Command) -> None:
-        """See `Stepper`."""
-        self._inbox.put(command)
+        """See `Stepper`. Commands of one turn of the loop arrive together: a group's requests start in one step."""
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._outbox.append(command)
 
     async def ask(self, command: Callable[[], T]) -> T:
         """See `Stepper`."""
@@ -82,10 +85,15 @@ class ThreadStepper:
 
     async def close(self) -> None:
         """See `Stepper`. Raises DeadlineExceeded if a step does not end."""
+        self._send()
         self._inbox.put(None)
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join, self._deadline_s)
         if self._thread.is_alive():
             raise DeadlineExceeded("engine close", "its step to end", self._deadline_s)
+
+    def _send(self) -> None:
+        self._inbox.put(self._outbox)
+        self._outbox = []
 
     def _run(self, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -98,10 +106,11 @@ class ThreadStepper:
     def _obey(self) -> bool:
         """Run all commands there are, waiting for one if there is no step to do; False once it is time to stop."""
         while not (self._work.busy and self._inbox.empty()):
-            command = self._inbox.get()
-            if command is None:
+            commands = self._inbox.get()
+            if commands is None:
                 return False
-            command()
+            for command in commands:
+                command()
             if self._answers:
                 self._deliver()
         return True

@@ -403,8 +403,9 @@ def test_a_blocked_event_loop_does_not_stop_the_engines_thread() -> None:
     async def body() -> None:
         engine = engine_of(new_decoder(tiny(), seed=1), stepping="thread")
         task = asyncio.create_task(engine.generate(ask("a", [1, 2], new=200)))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
         before = engine.report().steps
+        assert before > 0
         time.sleep(0.1)  # noqa: ASYNC251 - a slow environment in the loop
         assert engine.report().steps > before + 5
         assert len((await task).tokens) == 200
@@ -424,6 +425,18 @@ def test_an_idle_engine_uses_no_processor_and_its_thread_ends_with_it() -> None:
         assert engine.report().doing == "idle"
         await engine.close()
         assert not any(thread.name == "contraflow-engine" for thread in threading.enumerate())
+
+    run(body)
+
+
+@pytest.mark.parametrize("stepping", ["thread", "inline"])
+def test_requests_of_one_turn_of_the_loop_start_in_one_step(stepping: str) -> None:
+    async def body() -> None:
+        engine = engine_of(new_decoder(tiny(), seed=1), stepping=stepping)
+        requests = [ask(f"r{i}", range(1 + i % 7), new=9, seed=i) for i in range(20)]
+        await answers(engine, requests)
+        assert engine.report().steps == 9
+        await engine.close()
 
     run(body)
 
