@@ -86,7 +86,6 @@ def _learning(steps: Sequence[Record], looks: Sequence[Record]) -> list[str]:
         "entropy (nats)": _by_step(steps, "entropy"),
         "KL(behaviour, new) × 10": [(s["step"] + 1, 10 * s["behaviour_kl"]) for s in steps],
         "clipped share": [(s["step"] + 1, s["clipped_low"] + s["clipped_high"]) for s in steps],
-        "gradient norm": _by_step(steps, "grad_norm"),
     }
     return [
         _card("Reward of trained groups", curves(rewards, unit="by step", low=0.0, high=1.0)),
@@ -101,6 +100,7 @@ def _learning(steps: Sequence[Record], looks: Sequence[Record]) -> list[str]:
             "Steps between the version that sampled a token and the step that trains it.",
         ),
         _card("Policy health", curves(health, unit="by step", low=0.0)),
+        _card("Gradient norm before clipping", curves({"norm": _by_step(steps, "grad_norm")}, unit="by step", low=0.0)),
     ]
 
 

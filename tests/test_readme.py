@@ -1,0 +1,97 @@
+"""The documents are true: commands exist, paths exist, settings exist, and the shipped model is what they say."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from contraflow.cli import app
+from contraflow.config import Recipe, load_recipe, load_sft_recipe
+from contraflow.model.builtin import SHIPPED, model_folder
+from contraflow.model.folder import load_folder
+from contraflow.model.tokenizer import Tokenizer
+from contraflow.rollout.preflight import check_tasks
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+# What a run writes, and what a reader is asked to make.
+MADE = ("runs/", "RUN/", "my_", "checkpoints/", "model/", "package.module", "bad_batches/")
+
+
+def code(page: Path) -> list[str]:
+    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_path_that_is_named_exists(page: Path) -> None:
+    for text in code(page):
+        if re.fullmatch(r"[\w./-]+\.(py|md|toml|sh|json)", text) and "/" in text and not text.startswith(MADE):
+            assert (ROOT / text).exists() or (ROOT / "contraflow" / text).exists(), text
+        if re.fullmatch(r"[a-z]+/", text) and text not in MADE:
+            assert (ROOT / text).is_dir() or (ROOT / "contraflow" / text).is_dir(), text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_setting_that_is_named_exists(page: Path) -> None:
+    sections = Recipe.model_fields
+    for text in code(page):
+        section, _, key = text.partition(" ")[0].partition(".")
+        if section in sections and re.fullmatch(r"[a-z_]+", key) and not text.endswith((".py", ".md", ".toml")):
+            assert key in sections[section].annotation.model_fields, text  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_command_that_is_named_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    ours = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    verbs = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    spoken = {said.split()[0] for said in re.findall(r"`contraflow ([a-z][a-z -]*)", text)}
+    assert spoken <= ours
+    assert set(re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE)) <= verbs
+
+
+def test_the_first_run_comes_before_line_thirty() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert next(number for number, line in enumerate(lines, 1) if line.startswith("make run")) < 30
+
+
+def test_the_task_in_the_readme_is_the_one_that_is_tested() -> None:
+    def block(page: str) -> str:
+        return (ROOT / page).read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+
+    assert block("README.md") == block("docs/environment.md")
+    assert len(block("README.md").splitlines()) <= 30
+
+
+def test_the_shipped_model_is_small_sparse_and_readable_by_others() -> None:
+    folder = model_folder("builtin:tiny-moe")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert config["model_type"] == "qwen3_moe"
+    assert (config["num_experts"] >= 8, config["num_experts_per_tok"]) == (True, 2)
+    assert sum(path.stat().st_size for path in SHIPPED.rglob("*") if path.is_file()) <= 5_000_000
+    assert load_folder(folder).config.vocab >= Tokenizer.load(folder).size
+
+
+async def _checked(recipe: Recipe) -> None:
+    await check_tasks(recipe, model_folder(recipe.model.folder))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda p: p.name)
+def test_every_recipe_can_be_started(path: Path) -> None:
+    import asyncio
+
+    if path.name.endswith("_sft.toml"):
+        load_sft_recipe(path)
+    else:
+        asyncio.run(_checked(load_recipe(path)))
+
+
+def test_help_does_not_import_torch() -> None:
+    script = (
+        "import sys, contraflow.cli as c, typer.testing as t; r = t.CliRunner().invoke(c.app, ['--help']); "
+        "assert r.exit_code == 0; assert 'torch' not in sys.modules and 'pydantic' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
