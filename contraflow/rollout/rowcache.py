@@ -34,7 +34,9 @@ class RowCache:
         self.kv_heads = kv_heads
         self.positions_C = torch.arange(positions)
         homes = torch.arange(2 * rows * kv_heads).view(2, rows, kv_heads).transpose(0, 1)
-        self.homes_R2G = homes.reshape(rows, -1) * positions  # first place of each row's keys and values, head by head
+        self.homes_R2G = (
+            homes.reshape(rows, -1).contiguous() * positions
+        )  # first place of each row's keys and values, head by head
 
     def fill(self, first: int, tables: Sequence[Sequence[int]]) -> None:
         """Copy J sequences, given by their pages, into rows `first`, `first + 1`, ..."""

@@ -55,7 +55,8 @@ def engine_of(
     clock: Any = time.perf_counter,
     **keys: Any,
 ) -> NativeEngine:
-    section = EngineSection(**{"block_tokens": 4, "kv_tokens": 4096, "routes": True, **keys})
+    shape = {"block_tokens": 4, "kv_tokens": 4096, "context_tokens": 128, "max_sequences": 32, "routes": True}
+    section = EngineSection(**{**shape, **keys})
     return NativeEngine(decoder, section, clock=clock, stepping=stepping, version=version)
 
 
@@ -116,6 +117,8 @@ def release(decoder: Decoder, tolerance: float = 1e-3) -> tuple[dict[str, torch.
 
 FORMS: dict[str, dict[str, Any]] = {
     "roomy": {},
+    "paged": {"max_sequences": 64},  # rows of this many could not all be kept side by side
+    "paged and chunked": {"max_sequences": 64, "prefill_tokens": 7},
     "blocks of one": {"block_tokens": 1},
     "blocks of sixteen": {"block_tokens": 16},
     "chunked": {"prefill_tokens": 7},
@@ -138,6 +141,7 @@ def test_logprobs_and_experts_equal_those_of_a_packed_forward(form: str) -> None
         assert report.shared_tokens > 0
         assert report.kv_tokens_held == 0
         assert (report.preempted > 0) == ("tight" in form)
+        assert (engine._core._passes.near is None) == ("tight" in form or "paged" in form)
         await engine.close()
 
     run(body)
@@ -201,10 +205,11 @@ def test_a_sequence_that_could_never_fit_is_refused_at_once_and_one_that_just_fi
     run(body)
 
 
-def test_the_next_turn_of_an_episode_finds_its_past_in_the_cache() -> None:
+@pytest.mark.parametrize("form", ["roomy", "paged"])
+def test_the_next_turn_of_an_episode_finds_its_past_in_the_cache(form: str) -> None:
     async def body() -> None:
         decoder = new_decoder(tiny(), seed=1, std=0.2)
-        engine = engine_of(decoder)
+        engine = engine_of(decoder, **FORMS[form])
         first = ask("a", range(9), new=8, want_routes=True)
         answer = await engine.generate(first)
         fed = engine.report().fed_tokens
@@ -274,7 +279,7 @@ def test_the_noise_of_a_token_is_that_of_its_seed_and_its_place_in_the_sequence(
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
-@pytest.mark.parametrize("form", ["roomy", "chunked", "tight"])
+@pytest.mark.parametrize("form", ["roomy", "paged", "chunked", "tight"])
 def test_tokens_of_each_version_have_that_versions_logprobs(policy: str, form: str) -> None:
     async def body() -> None:
         old, new = (new_decoder(tiny(), seed=s, std=0.2) for s in (1, 2))
@@ -402,13 +407,13 @@ def test_inline_runs_of_one_seed_are_bit_equal() -> None:
 def test_a_blocked_event_loop_does_not_stop_the_engines_thread() -> None:
     async def body() -> None:
         engine = engine_of(new_decoder(tiny(), seed=1), stepping="thread")
-        task = asyncio.create_task(engine.generate(ask("a", [1, 2], new=200)))
+        task = asyncio.create_task(engine.generate(ask("a", [1, 2], new=120)))
         await asyncio.sleep(0.01)
         before = engine.report().steps
         assert before > 0
-        time.sleep(0.1)  # noqa: ASYNC251 - a slow environment in the loop
+        time.sleep(0.05)  # noqa: ASYNC251 - a slow environment in the loop
         assert engine.report().steps > before + 5
-        assert len((await task).tokens) == 200
+        assert len((await task).tokens) == 120
         await engine.close()
 
     run(body)
