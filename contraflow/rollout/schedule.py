@@ -158,7 +158,7 @@ class Scheduler:
             sequence = item[1]
             if self.waiting.get(sequence.arrival) is not sequence:
                 continue
-            if sequence.prefix.tobytes() in self._computing:  # somebody computes it right now: share, don't repeat
+            if self._computing and sequence.prefix.tobytes() in self._computing:  # share it soon, don't repeat it
                 passed.append(item)
             elif not self._admit(sequence, plan, version):
                 passed.append(item)
@@ -227,8 +227,7 @@ class Scheduler:
         return most if most >= plan.longest else 0
 
     def _stop_computing(self, sequence: Sequence) -> None:
-        key = sequence.prefix.tobytes()
-        if self._computing.get(key) is sequence:
+        if self._computing and self._computing.get(key := sequence.prefix.tobytes()) is sequence:
             del self._computing[key]
 
     def _revived(self, blocks: Iterable[int]) -> int:
