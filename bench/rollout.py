@@ -1,8 +1,8 @@
 """Tokens per second of the native engine and of `transformers` generate, on one model, one thread, one machine.
 
-Each side runs in fresh processes, in alternation. Two workloads of 64 sequences: equal lengths, and mixed lengths as RL
-has them (a static batch waits for its longest; only wanted tokens count). The engine steps on its own thread and
-hands completions to an event loop, where each is worked on, as in a rollout worker.
+Each side runs in fresh processes, in alternation. Two workloads of 64 sequences, 8 of each prompt: equal lengths, and
+mixed lengths as RL has them (a static batch waits for its longest; only wanted tokens count). The engine steps on its
+own thread and hands completions to an event loop, where each is worked on, as in a rollout worker.
 
     python -m bench.rollout [--folder builtin:tiny-moe] [--starts 5]
 """
@@ -23,23 +23,27 @@ import numpy as np
 from bench.record import spread, write
 from contraflow.model.builtin import model_folder
 
-SEQUENCES, REPEATS = 64, 3
+SEQUENCES, EPISODES, REPEATS = 64, 8, 3
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 Work = list[tuple[list[int], int]]  # prompt, tokens wanted
 
 
-def workloads(vocab: int, context: int) -> dict[str, Work]:
-    """The same for both sides: prompts uniform over the vocabulary, lengths from a fixed seed."""
+def workloads(vocab: int, context: int) -> dict[str, list[Work]]:
+    """The same for both sides, a warm-up and each repeat with prompts of its own: groups that share a prompt."""
     draws = np.random.default_rng(0)
-    equal = [(16, min(64, context - 16))] * SEQUENCES
-    longest = min(256, context - 48)
+    groups = SEQUENCES // EPISODES
     # Log-normal, as lengths of sampled answers are: the median is 26, the longest is cut.
-    new = np.clip(np.exp(draws.normal(np.log(26), 1.0, SEQUENCES)).astype(int), 1, longest)
-    mixed = list(zip(draws.integers(4, 49, SEQUENCES).tolist(), new.tolist(), strict=True))
-    return {
-        name: [(draws.integers(0, vocab, prompt).tolist(), wanted) for prompt, wanted in lengths]
-        for name, lengths in (("equal", equal), ("mixed", mixed))
+    mixed = np.clip(np.exp(draws.normal(np.log(26), 1.0, SEQUENCES)).astype(int), 1, min(256, context - 48))
+    lengths = {
+        "equal": ([16] * groups, [min(64, context - 16)] * SEQUENCES),
+        "mixed": (draws.integers(4, 49, groups).tolist(), mixed.tolist()),
     }
+    works: dict[str, list[Work]] = {name: [] for name in lengths}
+    for name, (prompt_lengths, wanted) in lengths.items():
+        for _ in range(1 + REPEATS):
+            prompts = [draws.integers(0, vocab, length).tolist() for length in prompt_lengths]
+            works[name].append([(prompts[index // EPISODES], tokens) for index, tokens in enumerate(wanted)])
+    return works
 
 
 def measure_ours(folder: Path) -> dict[str, float]:
@@ -70,8 +74,8 @@ def measure_ours(folder: Path) -> dict[str, float]:
         section = EngineSection(context_tokens=context)
         engine = NativeEngine(decoder, section, clock=time.perf_counter, version=Version(1, 0))
         results = {}
-        for name, work in workloads(decoder.config.vocab, context).items():
-            rates = [await once(engine, work, f"{name}{repeat}") for repeat in range(1 + REPEATS)]
+        for name, works in workloads(decoder.config.vocab, context).items():
+            rates = [await once(engine, work, f"{name}{repeat}") for repeat, work in enumerate(works)]
             results[name] = statistics.median(rates[1:])
         await engine.close()
         return results
@@ -87,22 +91,26 @@ def measure_transformers(folder: Path) -> dict[str, float]:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     context = min(512, model.config.max_position_embeddings)
-    results = {}
-    for name, work in workloads(model.config.vocab_size, context).items():
-        longest = max(len(prompt) for prompt, _ in work)
-        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in work])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in work])
-        most = max(wanted for _, wanted in work)
-        rates = []
-        for _ in range(1 + REPEATS):
-            start = time.perf_counter()
-            out = model.generate(
-                ids, attention_mask=mask, max_new_tokens=most, do_sample=True, top_k=0, top_p=1.0, pad_token_id=0
-            )
-            rates.append(sum(wanted for _, wanted in work) / (time.perf_counter() - start))
-            assert out.shape == (SEQUENCES, longest + most)
-        results[name] = statistics.median(rates[1:])
-    return results
+    return {
+        name: statistics.median([generate(model, work) for work in works][1:])
+        for name, works in workloads(model.config.vocab_size, context).items()
+    }
+
+
+def generate(model: Any, work: Work) -> float:
+    """Tokens per second of one call of `generate`."""
+    import torch
+
+    longest, most = max(len(prompt) for prompt, _ in work), max(wanted for _, wanted in work)
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in work])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in work])
+    start = time.perf_counter()
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=most, do_sample=True, top_k=0, top_p=1.0, pad_token_id=0
+    )
+    seconds = time.perf_counter() - start
+    assert out.shape == (SEQUENCES, longest + most)
+    return sum(wanted for _, wanted in work) / seconds
 
 
 SIDES = {"native": measure_ours, "transformers": measure_transformers}
