@@ -213,22 +213,26 @@ class EngineCore:
             self._passes.leave([sequence])
 
     def _flip(self, version: Version) -> None:
-        """From here on tokens are sampled by `version`; what that does to the KV cache is the section's policy."""
+        """From here on tokens are sampled by `version`; the section says what that does to the K/V of who is decoding.
+
+        Who is not has none, or too little to keep, and is computed under `version` in any case.
+        """
         scheduler, old = self._scheduler, self.version
         scheduler.refresh()
         for sequence in self._sequences.values():
             sampled = self._rows.sampled(sequence)
-            if sampled and old is not None:
-                sequence.marks.append((old, sampled))
-            active = sequence.arrival not in scheduler.waiting
-            if active and self.section.on_refresh == "keep":
+            if not sampled or old is None:
+                continue
+            sequence.marks.append((old, sampled))
+            decoding = sequence.arrival in scheduler.decoding
+            if decoding and self.section.on_refresh == "keep":
                 sequence.cache = "kept"
                 continue
-            if active:
+            if decoding:
                 self._leave_row(sequence)
                 scheduler.leave(sequence, old)
                 scheduler.submit(sequence)
-            if (active or sampled) and sequence.cache == "unbroken":
+            if sequence.cache == "unbroken":
                 sequence.cache = "recomputed"
         self.version = version
 

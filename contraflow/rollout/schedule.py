@@ -26,7 +26,7 @@ class Sequence:
     limit: int  # new tokens at most: what was asked for, or what the context leaves
     cached: int = 0
     blocks: list[int] = field(default_factory=list)
-    pure: bool = True  # all of its K/V was computed under the version served now
+    pure: bool = True  # all of its K/V is of the version served now; False only while decoding
     marks: list[tuple[Version, int]] = field(default_factory=list)  # (version, new tokens it had sampled by its end)
     cache: Literal["kept", "recomputed", "unbroken"] = "unbroken"
     waiter: Any = None  # whoever wants the completion; opaque here
@@ -146,10 +146,14 @@ class Scheduler:
         sequence.blocks, sequence.cached, sequence.pure = [], 0, True
 
     def refresh(self) -> None:
-        """The weights changed: nothing computed before is shared with what comes after."""
+        """The weights changed: nothing computed before is shared with what comes after, and prefills begin again."""
         self._pool.forget()
-        for sequence in (*self.prefilling.values(), *self.decoding.values()):
+        for sequence in self.decoding.values():
             sequence.pure = False
+        for sequence in list(self.prefilling.values()):
+            sequence.pure = False
+            self.leave(sequence, None)
+            self.submit(sequence)
 
     def _admit_waiting(self, plan: Plan, version: Version | None) -> None:
         passed: list[tuple[int, Sequence]] = []
@@ -210,15 +214,14 @@ class Scheduler:
             sequence.cached += given
             plan.chunks.append(Chunk(sequence, start, sequence.cached))
             plan.longest = max(plan.longest, given)
-            if sequence.pure:
-                tail = given == wanted
-                self._pool.publish(version, sequence.tokens[: sequence.cached], sequence.blocks, tail=tail)
+            tail = given == wanted
+            self._pool.publish(version, sequence.tokens[: sequence.cached], sequence.blocks, tail=tail)
         if given == wanted:
             self._stop_computing(sequence)
             del self.prefilling[sequence.arrival]
             self.decoding[sequence.arrival] = sequence
             plan.ready.append(sequence)
-        elif sequence.pure:
+        else:
             self._computing.setdefault(sequence.prefix.tobytes(), sequence)
 
     def _room(self, plan: Plan) -> int:

@@ -2,15 +2,20 @@
 
 import asyncio
 import math
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from contraflow.config import Engine as EngineSection
 from contraflow.errors import CarrierError
 from contraflow.model.decoder import new_decoder
-from contraflow.types import Span, Version
+from contraflow.rollout.core import EngineCore
+from contraflow.types import Request, Span, Version
 
 V1, V2 = Version(1, 1), Version(1, 2)
 
@@ -142,3 +147,56 @@ def test_a_swap_of_tensors_of_another_dtype_converts_them(native: Any) -> None:
         await engine.close()
 
     native.run(body)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    keys=st.fixed_dictionaries(
+        {
+            "block_tokens": st.sampled_from([1, 3, 4, 16]),
+            "kv_tokens": st.sampled_from([64, 96, 1024]),
+            "context_tokens": st.sampled_from([48, 60]),
+            "max_sequences": st.integers(1, 16),
+            "prefill_tokens": st.integers(1, 40),
+            "on_refresh": st.sampled_from(["keep", "recompute"]),
+        }
+    ),
+)
+def test_whatever_happens_every_token_has_the_logprob_its_version_gives_it(native: Any, seed: int, keys: Any) -> None:
+    """Random sizes, shared prefixes, aborts and swaps, one step at a time."""
+    draws = np.random.default_rng(seed)
+    models = [new_decoder(native.tiny(layers=2), seed=s, std=0.2) for s in (1, 2)]
+    releases = [native.release(model) for model in models]
+    section = EngineSection(routes=True, **keys)
+    core = EngineCore(new_decoder(native.tiny(layers=2), seed=1), section, clock=time.perf_counter, version=None)
+    core.swap(Version(1, 0), *releases[0])
+    stems = [draws.integers(0, native.vocab, 20).tolist() for _ in range(2)]
+    asked: dict[str, Request] = {}
+    for step in range(40):
+        for _ in range(draws.integers(0, 3) if step < 25 else 0):
+            prompt = stems[draws.integers(2)][: draws.integers(1, 21)] + [1] * int(draws.integers(0, 3))
+            name = f"r{len(asked)}"
+            request = native.ask(name, prompt, new=int(draws.integers(1, 20)), seed=len(asked), want_routes=True)
+            asked[name] = request
+            core.submit(request, name)
+        if draws.random() < 0.1 and asked:
+            core.abort([f"r{draws.integers(len(asked))}"])
+        if draws.random() < 0.1:
+            n = core.version.n + 1
+            core.swap(Version(1, n), *releases[n % 2])
+        if core.busy:
+            core.step()
+    while core.busy:
+        core.step()
+    outcomes = core.take_outcomes()
+    assert sorted(name for name, _ in outcomes) == sorted(asked)
+    for name, answer in outcomes:
+        expected = [native.packed(model, asked[name], answer) for model in models]
+        for span in answer.spans[: 1 if answer.cache == "kept" else None]:
+            part = slice(span.start, span.end)
+            wanted = expected[span.version.n % 2][0][part]
+            np.testing.assert_allclose(answer.logprobs[part], wanted, atol=native.tolerance, rtol=0)
+        if answer.routes is not None and answer.cache != "kept":
+            np.testing.assert_array_equal(answer.routes, expected[answer.spans[-1].version.n % 2][1])
+    assert core.report().kv_tokens_held == 0

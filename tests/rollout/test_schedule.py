@@ -170,22 +170,23 @@ def test_a_finished_turn_is_found_again_by_the_next_turn_of_the_episode() -> Non
     rig.run()
 
 
-def test_after_a_refresh_nothing_old_is_shared_and_what_was_begun_is_not_indexed() -> None:
+def test_after_a_refresh_nothing_old_is_shared_and_prefills_begin_again() -> None:
     rig = Rig(blocks=64, prefill_tokens=8)
-    rig.submit(range(13), 2)
+    old = rig.submit(range(20, 25), 9)
+    rig.submit(range(33), 2)
     rig.step()
+    rig.step()
+    assert (list(rig.scheduler.decoding), list(rig.scheduler.prefilling)) == ([0], [1])
     rig.version = Version(0, 2)
     rig.scheduler.refresh()
-    rig.kv.clear()  # an old block that is shared would be missed here
+    rig.kv = {place: rig.meaning(old, p) for p in range(old.cached) for place in [(old.blocks[p // BLOCK], p % BLOCK)]}
     assert rig.pool.match(V1, np.arange(8, dtype=np.int32)).blocks == []
-    kept = rig.scheduler.prefilling[0]
-    rig.submit(range(13), 2)
-    plan = rig.scheduler.plan(rig.version)
-    assert [(c.sequence.arrival, c.start) for c in plan.chunks] == [(0, 8), (1, 0)]
-    assert not kept.pure
-    rig.scheduler.settle()
-    rig.scheduler.leave(kept, rig.version)
-    assert not rig.pool.match(rig.version, kept.tokens[:12]).blocks[2:]
+    plan = rig.step()
+    assert [(c.sequence.arrival, c.start) for c in plan.chunks] == [(1, 0)]
+    while old.arrival in rig.scheduler.decoding:
+        rig.step()
+    assert not rig.pool.match(rig.version, old.tokens[:12]).blocks, "what was kept from the old version is not shared"
+    rig.run()
 
 
 def test_a_tail_that_only_fits_uncopied_is_computed_again() -> None:
