@@ -14,6 +14,7 @@ RUN ?= runs/tiny
 
 run: $(VENV)/.ready
 	$(BIN)/contraflow run $(RECIPE) --folder $(RUN)-$$(date +%Y%m%d-%H%M%S)
+	@echo "more: source $(BIN)/activate; contraflow --help"
 
 test: $(VENV)/.ready-dev
 	$(BIN)/pytest -n 2 --dist loadfile -m "not slow and not gpu"
@@ -35,7 +36,7 @@ format: $(VENV)/.ready-dev
 	$(BIN)/ruff check --fix .
 
 bench: $(VENV)/.ready-dev
-	$(BIN)/python bench/all.py
+	for name in startup channel refresh rollout seeds loop; do $(BIN)/python -m bench.$$name || exit 1; done
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), sys.version' || \

@@ -12,6 +12,8 @@ import typer
 
 from contraflow.errors import ContraflowError
 
+INTERRUPTED = 130  # what shells give a command that Ctrl-C ended
+
 app = typer.Typer(
     help="Asynchronous reinforcement learning for Mixture-of-Experts language models.",
     no_args_is_help=True,
@@ -20,7 +22,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-RecipeFile = Annotated[Path, typer.Argument(help="a recipe (TOML), such as recipes/tiny_cpu.toml", show_default=False)]
+RecipeFile = Annotated[Path, typer.Argument(help="a recipe (TOML), such as recipes/tiny_moe_sft.toml")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="section.key=value; may be given many times", show_default=False)
 ]
@@ -29,27 +31,37 @@ RunFolder = Annotated[Path, typer.Argument(help="the folder of a run", show_defa
 
 @app.command()
 def run(
-    recipe: RecipeFile,
+    recipe: Annotated[
+        Path | None,
+        typer.Argument(help="a recipe (TOML), such as recipes/tiny_cpu.toml; with --resume, by default the run's own"),
+    ] = None,
     folder: Annotated[Path | None, typer.Option(help="where the run lives [default: runs/RECIPE-DATE]")] = None,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint in --folder")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="lines instead of the live view")] = False,
 ) -> None:
-    """Train a model by RL as the recipe says. Ctrl-C ends it cleanly; --resume goes on."""
+    """Train a model by RL as the recipe says. Ctrl-C ends it cleanly (exit code 130); --resume goes on."""
     from contraflow.config import load_recipe
-    from contraflow.errors import RunFolderError
+    from contraflow.errors import ConfigError, RunFolderError
+
+    if resume and folder is None:
+        raise RunFolderError("--resume needs --folder: which run should go on?")
+    if recipe is None and not (resume and folder):
+        raise ConfigError("which recipe? Give one, such as recipes/tiny_cpu.toml")
+    source = recipe or Path(str(folder)) / "recipe.toml"
+    place = folder or Path("runs") / f"{source.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    settings = load_recipe(source, overrides or [])
+
     from contraflow.run import run_recipe
     from contraflow.view.live import open_view, run_title
     from contraflow.view.report import write_report
 
-    if resume and folder is None:
-        raise RunFolderError("--resume needs --folder: which run should go on?")
-    place = folder or Path("runs") / f"{recipe.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    settings = load_recipe(recipe, overrides or [])
-    with open_view(run_title(recipe.name, place), live=sys.stdout.isatty() and not plain) as view:
+    with open_view(run_title(source.name, place), live=sys.stdout.isatty() and not plain) as view:
         outcome = run_recipe(settings, place, resume=resume, clock=time.monotonic, view=view)
         view.end(outcome.told(place))
     typer.echo(f"wrote {write_report(place)}")
+    if outcome.stopped:
+        raise typer.Exit(INTERRUPTED)
 
 
 @app.command()
@@ -93,7 +105,7 @@ def upcycle(
     from contraflow.model.upcycle import upcycle_folder
 
     upcycle_folder(dense, folder, experts=experts, top_k=top_k)
-    typer.echo(f"wrote {folder}")
+    typer.echo(f"wrote {folder}: {experts} experts a layer, top-{top_k}")
 
 
 def main() -> None:
@@ -101,5 +113,8 @@ def main() -> None:
     try:
         app()
     except ContraflowError as fault:
-        typer.echo(f"contraflow: {fault}", err=True)
+        typer.echo("\n".join([f"contraflow: {fault}", *getattr(fault, "__notes__", [])]), err=True)
         raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        typer.echo("contraflow: interrupted", err=True)
+        raise SystemExit(INTERRUPTED) from None

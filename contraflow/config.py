@@ -9,28 +9,29 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from contraflow.errors import ConfigError
 
 Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
     """Frozen, no unknown keys, no silent conversions."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class Run(Section):
     """What a run is called, how long it goes on and what it writes."""
 
-    seed: int = 0
-    steps: Count = 100
+    seed: int = 0  # of everything random in the run
+    steps: Count = 100  # in all, those before a resume included
     eval_every: Count = 10  # steps between looks at held-out tasks
     eval_tasks: Annotated[int, Field(ge=0)] = 256  # 0: never look
     stop_at_accuracy: Share = 0.0  # end early once held-out accuracy reaches it; 0: never
@@ -42,7 +43,7 @@ class Run(Section):
 class Model(Section):
     """The policy to start from: a Hugging Face folder, or `builtin:NAME` for one shipped in the package."""
 
-    folder: str = "builtin:tiny-moe"
+    folder: str = "builtin:tiny-moe"  # its tokenizer.json included
 
 
 class Env(Section):
@@ -118,7 +119,7 @@ class Train(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     warmup_updates: Annotated[int, Field(ge=0)] = 5
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
     checkpoint_every: Count = 20  # steps between cuts
     keep_checkpoints: Count = 2
@@ -159,6 +160,15 @@ class Recipe(Section):
     weights: Weights = Weights()
     runtime: Runtime = Runtime()
 
+    @model_validator(mode="after")
+    def _signal_needs_company(self) -> Self:
+        if self.rollout.episodes == 1 and self.buffer.no_signal == "drop":
+            raise ValueError(
+                "rollout.episodes = 1 with buffer.no_signal = 'drop': one episode has none to be compared with, so"
+                " every group would be dropped; ask for at least 2 episodes"
+            )
+        return self
+
 
 class NewModel(Section):
     """The model that supervised training starts from: a folder, or, when that is empty, a new one."""
@@ -179,7 +189,7 @@ class Sft(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 3e-3
     warmup_updates: Annotated[int, Field(ge=0)] = 20
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
     balance_weight: Annotated[float, Field(ge=0)] = 0.01
     held_out: Annotated[int, Field(ge=0)] = 256  # tasks of the test split looked at; 0: never look
@@ -217,7 +227,7 @@ def check_recipe(tree: Mapping[str, Any]) -> Recipe:
 def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     try:
         tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         raise ConfigError(f"recipe {str(path)!r} does not exist; see recipes/ for ones to start from") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
         raise ConfigError(f"recipe {str(path)!r} is not TOML: {fault}") from None
@@ -268,6 +278,8 @@ def _parse(text: str) -> Any:
 
 def _explain(kind: type[BaseModel], error: Any) -> str:
     path = ".".join(str(part) for part in error["loc"])
+    if not path:
+        return str(error["ctx"]["error"])
     if error["type"] == "extra_forbidden":
         return f"unknown key {path!r}{_nearest(kind, error['loc'])}"
     return f"{path} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"

@@ -44,13 +44,14 @@ class Outcome(msgspec.Struct, frozen=True):
     steps: int
     accuracy: float
     stopped: bool
+    model: str = ""  # folder of the last checkpoint's model, readable by transformers
 
     def told(self, folder: Path) -> str:
         """The outcome in a line or two."""
         if self.stopped:
-            return f"stopped after {self.steps} steps; go on with --folder {folder} --resume"
+            return f"stopped after {self.steps} steps; go on with: contraflow run --folder {folder} --resume"
         looked = f", held-out accuracy {self.accuracy:.3f}" if self.accuracy >= 0 else ""
-        return f"done: {self.steps} steps{looked}; the model is in {folder}/checkpoints"
+        return f"done: {self.steps} steps{looked}; the model is {self.model}"
 
 
 @dataclass
@@ -65,6 +66,7 @@ class Progress:
     age_mean: float = 0.0  # of the last step
     age_max: int = 0  # of the run
     note: str = ""  # the last thing worth a line
+    model: str = ""  # of the last checkpoint
 
 
 class Loop:
@@ -81,7 +83,7 @@ class Loop:
         self.clock = clock
         self.newest: Manifest = system.manifest
         self.served: dict[str, Version] = {}
-        self.progress = Progress(system.first_step)
+        self.progress = Progress(system.first_step, note=system.note)
         self._stop = asyncio.Event()
         self._admitted: asyncio.Queue[Ticket] = asyncio.Queue()
         self._playing: dict[str, dict[int, Ticket]] = {}
@@ -103,7 +105,8 @@ class Loop:
                     task.cancel()
         except BaseExceptionGroup as failures:
             raise _first(failures) from None
-        return Outcome(steps=self.progress.steps, accuracy=self.progress.accuracy, stopped=self._stop.is_set())
+        progress = self.progress
+        return Outcome(progress.steps, progress.accuracy, self._stop.is_set(), progress.model)
 
     async def ask(self) -> None:
         """Consumes free tickets, produces admitted groups."""
@@ -222,7 +225,8 @@ class Loop:
         return report
 
     async def _save(self, step: int) -> int:
-        await self.system.trainer.call(self.recipe.run.stall_s, Trainer.save, step)
+        cut = (await self.system.trainer.call(self.recipe.run.stall_s, Trainer.save, step))[0]
+        self.progress.model = f"{cut}/model"
         await self.system.buffer.call(CALL_S, Buffer.cut, step)
         return step
 

@@ -21,6 +21,7 @@ from contraflow.telemetry import Clock, Journal
 from contraflow.train.worker import Trainer
 from contraflow.view.base import Snapshot, View, Worker
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TICK_S = 1.0  # between two snapshots
 ANSWER_S = 5.0  # a worker that takes longer to report is left out of one snapshot; its death is noticed elsewhere
 
@@ -136,15 +137,20 @@ def _states(counts: Counts) -> dict[str, int]:
 
 @contextmanager
 def _interrupts(loop: Loop) -> Iterator[None]:
-    """The first Ctrl-C stops the run after the step it is in; a second one is an ordinary KeyboardInterrupt."""
+    """The first Ctrl-C, SIGTERM or SIGHUP ends the run after the step it is in; a second one acts as ever."""
     events = asyncio.get_running_loop()
 
+    def release() -> None:
+        for number in STOPS:
+            events.remove_signal_handler(number)
+
     def first() -> None:
-        events.remove_signal_handler(signal.SIGINT)
+        release()
         loop.stop()
 
-    events.add_signal_handler(signal.SIGINT, first)
+    for number in STOPS:
+        events.add_signal_handler(number, first)
     try:
         yield
     finally:
-        events.remove_signal_handler(signal.SIGINT)
+        release()

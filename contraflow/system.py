@@ -6,6 +6,7 @@ anything: that is loop.py.
 
 import fcntl
 import os
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -14,14 +15,14 @@ from typing import TextIO
 
 from contraflow.buffer.service import Buffer, make_buffer
 from contraflow.config import Recipe, recipe_toml
-from contraflow.errors import RunFolderError
+from contraflow.errors import ContraflowError, RunFolderError
 from contraflow.model.builtin import model_folder
 from contraflow.rollout.preflight import check_tasks
 from contraflow.rollout.worker import RolloutWorker, make_rollout_worker
 from contraflow.runtime import open_runtime
 from contraflow.runtime.base import Gang, Ref, Runtime
 from contraflow.telemetry import Clock
-from contraflow.train.checkpoint import cut_step, latest
+from contraflow.train.checkpoint import cut_step, cuts, latest
 from contraflow.train.learner import Place
 from contraflow.train.worker import Trainer, make_trainer
 from contraflow.types import Manifest
@@ -43,6 +44,7 @@ class System:
     trainer: Gang[Trainer]
     manifest: Manifest
     rollouts: dict[str, Ref[RolloutWorker]] = field(default_factory=dict)
+    note: str = ""  # what a person should know about how it started
 
     async def start_rollout(self, name: str) -> None:
         """Start rollout worker `name`, or start it again after its death; it serves nothing until refreshed."""
@@ -69,25 +71,31 @@ async def open_system(recipe: Recipe, folder: Path, *, resume: bool, clock: Cloc
 
     Raises: RunFolderError (in use, not empty, or nothing to resume), and whatever a part raised while it started.
     """
+    await check_tasks(recipe, model_folder(recipe.model.folder))
+    if resume and not (folder / "recipe.toml").is_file():
+        raise RunFolderError(f"{folder} holds no run to resume; leave --resume out to start one")
     with _locked(folder, resume=resume):
-        cut = latest(folder / "checkpoints") if resume else None
-        if resume and cut is None:
-            raise RunFolderError(
-                f"{folder} holds no whole checkpoint to resume from; start a new run in another folder"
-            )
-        await check_tasks(recipe, model_folder(recipe.model.folder))
-        (folder / "recipe.toml").write_text(recipe_toml(recipe), encoding="utf-8")
+        _sweep(folder)
         runtime = open_runtime(recipe.runtime, folder, clock=clock, preload=PRELOAD)
         try:
-            yield await _start(recipe, folder, runtime, cut)
-        finally:
+            system = await _start(recipe, folder, runtime, resume=resume)
+            _write(folder / "recipe.toml", recipe_toml(recipe))
+            yield system
+        except BaseException as failure:
+            try:
+                await runtime.close()
+            except ContraflowError as fault:  # what ended the run is the news; that stopping failed too is a note on it
+                failure.add_note(f"while stopping: {fault}")
+            raise
+        else:
             await runtime.close()
 
 
-async def _start(recipe: Recipe, folder: Path, runtime: Runtime, cut: Path | None) -> System:
+async def _start(recipe: Recipe, folder: Path, runtime: Runtime, *, resume: bool) -> System:
+    cut = latest(folder / "checkpoints") if resume else None
     first_step = 0 if cut is None else cut_step(cut)
     buffer = await runtime.start(
-        "buffer", make_buffer, buffer=recipe.buffer, folder=str(folder), resume_step=None if cut is None else first_step
+        "buffer", make_buffer, buffer=recipe.buffer, folder=str(folder), resume_step=first_step if resume else None
     )
     line = await buffer.call(START_S, Buffer.line)
     trainer = await runtime.start_gang(
@@ -111,17 +119,29 @@ async def _start(recipe: Recipe, folder: Path, runtime: Runtime, cut: Path | Non
     )
     manifest = (await trainer.call(START_S, Trainer.publish, first_step))[0]
     system = System(recipe, folder, runtime, line, first_step, buffer, trainer, manifest)
+    if resume:
+        system.note = _resumed(folder, cut, first_step)
     for rank in range(recipe.rollout.workers):
         await system.start_rollout(f"rollout-{rank}")
     return system
 
 
+def _resumed(folder: Path, cut: Path | None, first_step: int) -> str:
+    newest = next(iter(cuts(folder / "checkpoints")), None)
+    passed_over = f"; {newest} is damaged and was passed over" if newest != cut else ""
+    return f"resumed at step {first_step}, from {cut or 'the beginning: there is no whole checkpoint'}{passed_over}"
+
+
 @contextmanager
 def _locked(folder: Path, *, resume: bool) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    if not resume and any(entry.name != "lock" for entry in folder.iterdir()):
-        raise RunFolderError(f"{folder} is not empty; give --folder another name, or --resume to go on with that run")
-    with (folder / "lock").open("a+", encoding="utf-8") as lock:
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("a+", encoding="utf-8")
+    with lock:
+        if not resume and any(entry.name != "lock" for entry in folder.iterdir()):
+            raise RunFolderError(
+                f"{folder} is not empty; give --folder another name, or --resume to go on with that run"
+            )
         _claim(lock, folder)
         yield
 
@@ -135,6 +155,28 @@ def _claim(lock: TextIO, folder: Path) -> None:
         raise RunFolderError(
             f"{folder} is in use by the run of process {owner}; stop it, or use another folder"
         ) from None
-    lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
+    with _writing(folder):
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed run left behind: whoever holds the lock may."""
+    for leftover in folder.glob(".workers-*"):
+        shutil.rmtree(leftover)
+
+
+def _write(path: Path, text: str) -> None:
+    with _writing(path):
+        path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as fault:
+        raise RunFolderError(
+            f"{path} cannot be written: {fault}; free some space or choose another --folder"
+        ) from fault

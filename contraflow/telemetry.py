@@ -5,10 +5,13 @@ Does not: decide, draw or read the clock by itself.
 """
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from contraflow.errors import RunFolderError
 
 Clock = Callable[[], float]
 
@@ -57,17 +60,35 @@ class Account:
 
 
 class Journal:
-    """A file of JSON lines, each written whole and flushed, so a reader never sees half a record."""
+    """A file of JSON lines, each written whole and flushed, so a reader never sees half a record.
+
+    A torn last line, left by a crash in mid-write, is cut off when the journal is opened again.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._path = path
+        with self._guarded():
+            if path.is_file():
+                whole = path.read_bytes().rpartition(b"\n")
+                os.truncate(path, len(whole[0]) + len(whole[1]))
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
-        self._file.flush()
+        """Raises RunFolderError when the disk is full."""
+        with self._guarded():
+            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with self._guarded():
+            self._file.close()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as fault:
+            raise RunFolderError(f"{self._path} cannot be written: {fault}; free some space and resume") from fault
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:

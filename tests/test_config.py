@@ -54,6 +54,9 @@ def test_overrides_reach_into_sections(tmp_path: Path) -> None:
         ({"engine": {"kind": "vlm"}}, "engine.kind = 'vlm': input should be 'native'"),
         ({"train": {"betas": [0.9]}}, "train.betas"),
         ({"rollout": {"episodes": 0}}, "rollout.episodes = 0"),
+        ({"rollout": {"episodes": 1}}, "rollout.episodes = 1 with buffer.no_signal = 'drop': one episode has none"),
+        ({"train": {"betas": [1.5, 0.9]}}, "train.betas.0 = 1.5: input should be less than 1"),
+        ({"train": {"learning_rate": float("inf")}}, "train.learning_rate = inf: input should be a finite number"),
         ({"run": {"seed": tomllib}}, "numbers, strings, booleans, lists and tables only"),
     ],
 )
@@ -75,8 +78,9 @@ def test_an_override_below_a_value_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_recipe_and_broken_toml_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist"):
-        load_recipe(tmp_path / "absent.toml")
+    for path in (tmp_path / "absent.toml", tmp_path):
+        with pytest.raises(ConfigError, match="does not exist"):
+            load_recipe(path)
     with pytest.raises(ConfigError, match="is not TOML"):
         load_recipe(written(tmp_path, "[run\nseed=1"))
 

@@ -10,7 +10,7 @@ import pytest
 
 from contraflow.buffer.accounts import accounts
 from contraflow.config import Recipe, check_recipe
-from contraflow.errors import DeadlineExceeded, RunFolderError, WorkerDied
+from contraflow.errors import CheckpointError, DeadlineExceeded, RunFolderError, WorkerDied
 from contraflow.loop import Loop, Outcome
 from contraflow.run import run_recipe
 from contraflow.runtime.inline import InlineRuntime
@@ -93,7 +93,8 @@ def test_reward_rises_and_every_group_is_accounted_for(tiny_moe: Path, tmp_path:
     outcome = run(recipe_of(tiny_moe), tmp_path)
     steps = steps_of(tmp_path)
     looks = [r["accuracy"] for r in read_journal(tmp_path / "metrics.jsonl") if r["kind"] == "eval"]
-    assert outcome == Outcome(steps=STEPS, accuracy=looks[-1], stopped=False)
+    assert (outcome.steps, outcome.accuracy, outcome.stopped) == (STEPS, looks[-1], False)
+    assert Path(outcome.model, "config.json").is_file()
     assert looks[-1] > looks[0] + 0.2
     assert [step["step"] for step in steps] == list(range(STEPS))
     assert max(step["age_max"] for step in steps) <= 2
@@ -137,7 +138,7 @@ def test_groups_without_signal_are_dropped_and_counted(tiny_moe: Path, tmp_path:
 
 
 def test_a_batch_of_equal_rewards_still_publishes_the_next_version(tiny_moe: Path, tmp_path: Path) -> None:
-    run(recipe_of(tiny_moe, rollout={"episodes": 1}, run={"steps": 3}), tmp_path)
+    run(recipe_of(tiny_moe, reward={"parts": {"format": 1.0}}, run={"steps": 3}), tmp_path)
     assert [(step["applied"], step["updates"]) for step in steps_of(tmp_path)] == [(True, 0)] * 3
 
 
@@ -186,7 +187,7 @@ def test_a_stop_ends_cleanly_and_the_run_goes_on_from_there(tiny_moe: Path, tmp_
     assert outcome.stopped
     assert 2 <= outcome.steps < 20
     resumed = run(recipe, tmp_path, resume=True)
-    assert resumed == Outcome(steps=20, accuracy=resumed.accuracy, stopped=False)
+    assert (resumed.steps, resumed.stopped) == (20, False)
     assert [step["step"] for step in steps_of(tmp_path)] == list(range(20))
     assert accounts(tmp_path).trained == 20 * 4
 
@@ -198,8 +199,10 @@ def test_a_run_ends_early_once_it_is_good_enough(tiny_moe: Path, tmp_path: Path)
 
 
 def test_a_wait_that_cannot_end_says_who_waited_for_what(tiny_moe: Path, tmp_path: Path) -> None:
-    recipe = recipe_of(tiny_moe, run={"stall_s": 0.5}, buffer={"no_signal": "drop"}, rollout={"episodes": 1})
-    with pytest.raises(DeadlineExceeded, match=r"learn waited 0.5 s for 4 more groups for step 0"):
+    recipe = recipe_of(tiny_moe, run={"stall_s": 0.5}, buffer={"no_signal": "drop"}, reward={"parts": {"format": 1.0}})
+    with pytest.raises(
+        DeadlineExceeded, match=r"learn waited 0.5 s for 4 more groups for step 0 .*dropped as no_signal"
+    ):
         run(recipe, tmp_path)
 
 
@@ -215,9 +218,44 @@ def test_a_second_run_in_the_same_folder_is_refused(tiny_moe: Path, tmp_path: Pa
         run(recipe_of(tiny_moe), tmp_path)
 
 
-def test_a_resume_without_a_checkpoint_is_refused(tiny_moe: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="no whole checkpoint"):
-        run(recipe_of(tiny_moe), tmp_path, resume=True)
+def test_a_resume_where_no_run_is_is_refused(tiny_moe: Path, tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(RunFolderError, match="holds no run to resume"):
+            run(recipe_of(tiny_moe), folder, resume=True)
+    assert not (tmp_path / "absent").exists()
+
+
+def test_a_run_that_died_before_its_first_checkpoint_resumes_from_the_beginning(tiny_moe: Path, tmp_path: Path) -> None:
+    async def kill(loop: Loop) -> None:
+        await until_step(loop, 2)
+        assert isinstance(loop.system.runtime, InlineRuntime)
+        loop.system.runtime.kill("buffer")
+
+    recipe = recipe_of(tiny_moe, train={"checkpoint_every": 100}, run={"steps": 6})
+    with pytest.raises(WorkerDied):
+        run(recipe, tmp_path, meddle=kill)
+    assert run(recipe, tmp_path, resume=True).steps == 6
+    assert accounts(tmp_path).trained == 6 * 4
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_said_so(tiny_moe: Path, tmp_path: Path) -> None:
+    run(recipe_of(tiny_moe), tmp_path)
+    newest = latest(tmp_path / "checkpoints")
+    assert newest is not None
+    (newest / "state.json").write_bytes(b"{}")
+    view = Silent()
+    run_recipe(recipe_of(tiny_moe), tmp_path, resume=True, clock=Ticks(), view=view)
+    assert view.last is not None
+    assert f"{newest} is damaged and was passed over" in view.last.note
+    assert accounts(tmp_path).trained == STEPS * 4
+
+
+def test_a_refused_resume_leaves_the_recipe_as_it_was(tiny_moe: Path, tmp_path: Path) -> None:
+    run(recipe_of(tiny_moe, run={"steps": 2}), tmp_path)
+    before = (tmp_path / "recipe.toml").read_bytes()
+    with pytest.raises(CheckpointError, match="resume with the recipe"):
+        run(recipe_of(Path("builtin:tiny-moe")), tmp_path, resume=True)
+    assert (tmp_path / "recipe.toml").read_bytes() == before
 
 
 def test_what_a_view_is_shown_adds_up(tiny_moe: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from contraflow.cli import app
-from contraflow.config import Recipe, load_recipe, load_sft_recipe
+from contraflow.config import Recipe, SftRecipe, load_recipe, load_sft_recipe
 from contraflow.model.builtin import SHIPPED, model_folder
 from contraflow.model.folder import load_folder
 from contraflow.model.tokenizer import Tokenizer
@@ -36,11 +36,14 @@ def test_every_path_that_is_named_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_setting_that_is_named_exists(page: Path) -> None:
-    sections = Recipe.model_fields
+    sections = {**SftRecipe.model_fields, **Recipe.model_fields}
     for text in code(page):
         section, _, key = text.partition(" ")[0].partition(".")
         if section in sections and re.fullmatch(r"[a-z_]+", key) and not text.endswith((".py", ".md", ".toml")):
-            assert key in sections[section].annotation.model_fields, text  # type: ignore[union-attr]
+            known = {**sections[section].annotation.model_fields}  # type: ignore[union-attr]
+            if section in SftRecipe.model_fields and section in {"model", "sft"}:
+                known |= SftRecipe.model_fields[section].annotation.model_fields  # type: ignore[union-attr]
+            assert key in known, text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
@@ -95,3 +98,10 @@ def test_help_does_not_import_torch() -> None:
         "assert r.exit_code == 0; assert 'torch' not in sys.modules and 'pydantic' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_every_setting_is_explained_with_its_default() -> None:
+    page = (ROOT / "docs/settings.md").read_text(encoding="utf-8")
+    for name, section in Recipe().model_dump(mode="json").items():
+        for key, value in section.items():
+            assert f"| `{name}.{key}` | `{json.dumps(value)}` | " in page, f"{name}.{key}"

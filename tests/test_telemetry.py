@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contraflow.errors import RunFolderError
 from contraflow.telemetry import Account, Journal, read_journal
 
 
@@ -51,3 +53,12 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     with path.open("a") as torn:
         torn.write('{"step": 3')
     assert read_journal(path) == [{"step": 1}, {"step": 2}]
+    journal = Journal(path)  # a resume: what is written next must not be glued to the torn line
+    journal.write({"step": 4})
+    journal.close()
+    assert read_journal(path) == [{"step": 1}, {"step": 2}, {"step": 4}]
+
+
+def test_a_full_disk_is_a_typed_error() -> None:
+    with pytest.raises(RunFolderError, match="free some space and resume"):
+        Journal(Path("/dev/full")).write({"step": 1})

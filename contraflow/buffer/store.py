@@ -239,10 +239,11 @@ class Store:
         """What `choose` waits for."""
         decision = self._window.decide(self.step, self._ready.values(), self._running.values())
         age = "" if decision.up_to is None else f" of version <= {self._version(decision.up_to)}"
+        dropped = "".join(f"; dropped as {reason}: {count}" for reason, count in sorted(self._dropped.items()))
         return (
             f"{decision.missing} more {'group' if decision.missing == 1 else 'groups'}{age} for step {self.step}"
             f" (running: {_listed(decision.among)}; ready: {len(self._ready)}; to be posed again: {len(self._waiting)};"
-            f" tickets free: {self.tickets.free}; newest served: {self._version(self.tickets.served)})"
+            f" tickets free: {self.tickets.free}; newest served: {self._version(self.tickets.served)}{dropped})"
         )
 
     def _settle(self, entry: Entry, payload: Group, oldest: Version, newest: Version) -> None:

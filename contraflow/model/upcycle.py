@@ -41,9 +41,9 @@ def upcycle(dense: Decoder, *, experts: int, top_k: int, seed: int = 0) -> Decod
 
 
 def upcycle_folder(dense: Path, folder: Path, *, experts: int, top_k: int, seed: int = 0) -> None:
-    """Read a dense model folder and write the mixture, tokenizer included. Raises: ModelError."""
-    if folder.resolve() == dense.resolve():
-        raise ModelError(f"{folder} is the dense model itself; write the mixture somewhere else")
+    """Read a dense model folder and write the mixture, tokenizer included, to a new one. Raises: ModelError."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelError(f"{folder} is not empty; a new model wants a folder of its own")
     save_folder(upcycle(load_folder(dense), experts=experts, top_k=top_k, seed=seed), folder)
     copy_companions(dense, folder)
 

@@ -9,7 +9,7 @@ from html import escape
 
 WIDTH, HEIGHT = 560, 220
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 28
-COLOURS = 8  # --c0 ... --c7 in report.css
+COLOURS = 12  # --c0 ... --c11 in report.css
 
 Points = Sequence[tuple[float, float]]
 

@@ -12,7 +12,7 @@ def describe(folder: Path) -> str:
     """The accounts of a run. Raises RunFolderError when there is no run, LedgerError when it cannot be read."""
     a = accounts(folder)
     lines = [
-        f"{folder}: line {a.line}, newest checkpoint before step {a.cut}",
+        f"{folder}: line {a.line}, newest checkpoint holds {a.cut} steps",
         f"posed    {a.posed:7d}   = trained + dropped + held",
         f"trained  {a.trained:7d}   of which {a.final} are in a checkpoint",
         f"dropped  {sum(a.dropped.values()):7d}   {_reasons(a.dropped)}",

@@ -18,6 +18,7 @@ from contraflow.view.base import Snapshot, View, Worker
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48  # characters of a curve
+QUIET_S = 10.0  # a log says at least this often what the run is waiting on
 
 
 @contextmanager
@@ -36,16 +37,21 @@ class PlainView:
 
     def __init__(self, title: str, console: Console) -> None:
         self._console = console
-        self._noted, self._step = "", -1
+        self._noted, self._step, self._at = "", -1, 0.0
         self._print(title)
+        self._print("starting the workers")
 
     def show(self, snapshot: Snapshot) -> None:
         if snapshot.note and snapshot.note != self._noted:
             self._noted = snapshot.note
             self._print(f"! {snapshot.note}")
         if snapshot.step != self._step and snapshot.rewards:
-            self._step = snapshot.step
+            self._step, self._at = snapshot.step, snapshot.elapsed_s
             self._line(snapshot)
+        elif snapshot.elapsed_s - self._at >= QUIET_S:
+            self._at = snapshot.elapsed_s
+            states = ", ".join(f"{state} {count}" for state, count in snapshot.groups.items())
+            self._print(f"step {snapshot.step:4d}/{snapshot.steps}  no step for a while; groups: {states}")
 
     def end(self, outcome: str) -> None:
         self._print(outcome)

@@ -55,9 +55,16 @@ function showGroup() {
   list.replaceChildren(head, ...record.episodes.map((episode) => episodeRow(episode, scale)));
 }
 
+// How far apart the attempts of a group were: the most telling group of a step comes first.
+function spread(record) {
+  const rewards = record.episodes.map((e) => e.reward);
+  return Math.max(...rewards) - Math.min(...rewards);
+}
+
 function showStep() {
   const step = Number(stepPick.value);
   const indices = records.map((r, index) => [r, index]).filter(([r]) => r.step === step).map(([, index]) => index);
+  indices.sort((a, b) => spread(records[b]) - spread(records[a]));
   fill(groupPick, indices, (index) => `group ${records[index].group}: ${records[index].prompt}`);
   showGroup();
 }

@@ -126,7 +126,7 @@ def _system(steps: Sequence[Record], by_kind: Mapping[str, Sequence[Record]]) ->
         _card(
             "Where the seconds of each process went",
             shares(workers),
-            "Each bar is all of that process's time: the causes sum to 100 %.",
+            "Each bar is all of that process's time: the causes sum to 100 %. The loop and the buffer only move ids.",
         ),
         _card(
             "Expert load",

@@ -96,5 +96,5 @@ def test_what_cannot_be_upcycled_is_refused_by_name(
 
 def test_a_folder_is_not_upcycled_onto_itself(tmp_path: Path, make_decoder: Callable[..., Decoder]) -> None:
     save_folder(make_decoder("qwen3"), tmp_path)
-    with pytest.raises(ModelError, match="somewhere else"):
+    with pytest.raises(ModelError, match="is not empty"):
         upcycle_folder(tmp_path, tmp_path / "." / "", experts=4, top_k=2)

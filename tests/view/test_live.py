@@ -58,14 +58,24 @@ def test_a_run_that_has_just_begun_can_be_drawn() -> None:
 def test_a_pipe_gets_one_line_for_new_steps_and_each_note_once() -> None:
     console = Console(file=io.StringIO(), width=60)
     with open_view("title", live=False, console=console) as view:
-        view.show(snapshot(step=0, rewards=(), note="rollout-0 died"))
+        view.show(snapshot(step=0, rewards=(), elapsed_s=5.0, note="rollout-0 died"))
         view.show(snapshot(note="rollout-0 died"))
         view.show(snapshot(note="rollout-0 died"))
         view.end("done")
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert lines[:2] == ["title", "! rollout-0 died"]
-    assert lines[2].startswith("step    3/10  reward  0.600  held-out 0.500  age 0.80 (max 2 of 2)")
-    assert lines[3:] == ["done"]
+    assert lines[:3] == ["title", "starting the workers", "! rollout-0 died"]
+    assert lines[3].startswith("step    3/10  reward  0.600  held-out 0.500  age 0.80 (max 2 of 2)")
+    assert lines[4:] == ["done"]
+
+
+def test_a_log_is_never_silent_for_long() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    with open_view("title", live=False, console=console) as view:
+        for second in range(25):
+            view.show(snapshot(step=0, rewards=(), elapsed_s=float(second), groups={"dropped: no_signal": 99 * second}))
+    lines = console.file.getvalue().splitlines()[2:]  # type: ignore[attr-defined]
+    assert len(lines) == 2
+    assert "no step for a while; groups: dropped: no_signal 990" in lines[0]
 
 
 def test_a_terminal_gets_the_page_and_its_end() -> None:
