@@ -1,6 +1,6 @@
 """Asynchronous against synchronous training: the same recipe, steps and machine, runs in turn.
 
-    python -m bench.loop [RECIPE] [--steps 60] [--rounds 3]
+    python -m bench.loop [RECIPE] [--steps 100] [--rounds 3]
 
 Three ways to do the same work: `async` (two worker processes, max_age 2), `sync` (the same processes, max_age 0) and
 `alternate` (one process with two threads that generates, then trains). r and t are the busy seconds a step of the
@@ -32,7 +32,7 @@ WANTED = 0.8  # held-out accuracy
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", nargs="?", default="recipes/tiny_cpu.toml")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--set", action="append", default=[], help="section.key=value for all three ways")
     options = parser.parse_args()

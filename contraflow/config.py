@@ -49,33 +49,33 @@ class Model(Section):
 class Env(Section):
     """Which environment poses the tasks; `options` are checked by that environment."""
 
-    name: str = "arithmetic"
-    options: dict[str, Any] = {}
+    name: str = "arithmetic"  # a shipped one, or `module:NAME` or `file.py:NAME` of your own
+    options: dict[str, Any] = {}  # see docs/environment.md
     step_deadline_s: Seconds = 10.0  # an environment that has not answered by then costs the episode
 
 
 class Reward(Section):
     """Named parts and their weights; the reward of an episode is the weighted sum."""
 
-    parts: dict[str, float] = {"correct": 1.0}
+    parts: dict[str, float] = {"correct": 1.0}  # correct, format, partial, tool, or your own
 
 
 class Rollout(Section):
     """How tasks become groups of episodes."""
 
-    workers: Count = 1
+    workers: Count = 1  # processes, each with an engine of its own
     episodes: Count = 8  # G: episodes of one group
     max_new_tokens: Count = 16  # per episode, over all its turns
     max_turns: Count = 1  # model turns per episode
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[float, Field(gt=0)] = 1.0  # of sampling; the trainer computes its ratios at the same one
     concurrency: Count = 64  # groups a worker plays at once
-    group_deadline_s: Seconds = 60.0
+    group_deadline_s: Seconds = 60.0  # a group that takes longer is posed again
 
 
 class Engine(Section):
     """Where tokens come from."""
 
-    kind: Literal["native", "scripted"] = "native"
+    kind: Literal["native", "scripted"] = "native"  # scripted: answers without a model, to try a set-up
     context_tokens: Count = 256  # longest sequence, prompt included
     kv_tokens: Count = 65536  # KV-cache budget, over all sequences
     block_tokens: Count = 16  # tokens of one cache block
@@ -103,9 +103,9 @@ class Loss(Section):
     """The policy objective."""
 
     advantages: Literal["grpo", "centred"] = "grpo"  # divide by the group's standard deviation, or only centre
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_high: Annotated[float, Field(gt=0)] = 0.2
-    reduction: Literal["token", "sequence"] = "token"
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: Annotated[float, Field(gt=0)] = 0.2  # larger than clip_low is DAPO's "clip higher"
+    reduction: Literal["token", "sequence"] = "token"  # mean over all tokens, or over episodes of their token means
     kl_weight: Annotated[float, Field(ge=0)] = 0.0  # to the model the run began with; 0 keeps no reference copy
     balance_weight: Annotated[float, Field(ge=0)] = 0.0  # load-balancing loss of the router
 
@@ -116,32 +116,32 @@ class Train(Section):
     epochs: Count = 1  # e: passes over one take
     updates: Count = 1  # m: optimizer updates per pass
     tokens_per_batch: Count = 8192  # budget of one packed micro-batch
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
-    warmup_updates: Annotated[int, Field(ge=0)] = 5
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3  # AdamW, constant after the warm-up
+    warmup_updates: Annotated[int, Field(ge=0)] = 5  # over which the learning rate rises to its value
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # AdamW's
+    betas: tuple[Decay, Decay] = (0.9, 0.95)  # AdamW's
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0  # of the whole gradient
     checkpoint_every: Count = 20  # steps between cuts
-    keep_checkpoints: Count = 2
-    step_deadline_s: Seconds = 120.0
+    keep_checkpoints: Count = 2  # older ones are removed
+    step_deadline_s: Seconds = 120.0  # a step that takes longer ends the run
 
 
 class Weights(Section):
     """How a version travels from trainer to engine, and how its arrival is proven."""
 
-    carrier: Literal["memory", "blob"] = "memory"
+    carrier: Literal["memory", "blob"] = "memory"  # shared memory of one host, or a folder or S3
     url: str = ""  # for `blob`: a folder or s3://bucket/prefix; empty is RUN/weights
-    chunk_bytes: Count = 1 << 20
-    probe_prompts: Count = 4
-    probe_tokens: Count = 16
-    probe_tolerance: Annotated[float, Field(gt=0)] = 1e-3
-    refresh_deadline_s: Seconds = 30.0
+    chunk_bytes: Count = 1 << 20  # one digest each
+    probe_prompts: Count = 4  # random token rows whose log-probabilities must arrive
+    probe_tokens: Count = 16  # of each
+    probe_tolerance: Annotated[float, Field(gt=0)] = 1e-3  # largest difference that still counts as equal
+    refresh_deadline_s: Seconds = 30.0  # an engine that takes longer ends the run
 
 
 class Runtime(Section):
     """Where workers live."""
 
-    kind: Literal["local", "inline"] = "local"
+    kind: Literal["local", "inline"] = "local"  # a process per worker, or all in this one, deterministically
     threads: Count = 1  # torch threads of each worker
 
 
@@ -181,17 +181,17 @@ class NewModel(Section):
 class Sft(Section):
     """Supervised training on an environment's reference answers."""
 
-    seed: int = 0
+    seed: int = 0  # of weights and order
     examples: Count = 20_000  # tasks of the train split, each seen once a pass
-    examples_per_update: Count = 256
+    examples_per_update: Count = 256  # batch size
     updates: Count = 2_000  # at most
-    tokens_per_batch: Count = 8192
-    learning_rate: Annotated[float, Field(gt=0)] = 3e-3
-    warmup_updates: Annotated[int, Field(ge=0)] = 20
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    clip_norm: Annotated[float, Field(gt=0)] = 1.0
-    balance_weight: Annotated[float, Field(ge=0)] = 0.01
+    tokens_per_batch: Count = 8192  # budget of one packed micro-batch
+    learning_rate: Annotated[float, Field(gt=0)] = 3e-3  # AdamW, constant after the warm-up
+    warmup_updates: Annotated[int, Field(ge=0)] = 20  # over which the learning rate rises to its value
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # AdamW's
+    betas: tuple[Decay, Decay] = (0.9, 0.95)  # AdamW's
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0  # of the whole gradient
+    balance_weight: Annotated[float, Field(ge=0)] = 0.01  # load-balancing loss of the router
     held_out: Annotated[int, Field(ge=0)] = 256  # tasks of the test split looked at; 0: never look
     look_every: Count = 20  # updates between looks
     stop_at_accuracy: Share = 1.0  # end as soon as a look reaches it

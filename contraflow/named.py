@@ -35,7 +35,7 @@ def find(name: str, table: Mapping[str, Any], *, what: str) -> Any:
 
 def _hint(name: str, table: Mapping[str, Any]) -> str:
     close = difflib.get_close_matches(name, table, n=1)
-    nearest = f"; did you mean {close[0]!r}?" if close else ""
+    nearest = f"; did you mean {close[0]!r}?" if close else ";"
     return f"{nearest} shipped: {', '.join(table)}; your own: 'package.module:NAME' or 'path/to/file.py:NAME'"
 
 
