@@ -63,7 +63,7 @@ class Foreign:
     ) -> "_Result":
         async with self._slots:  # bounded: whoever holds a slot gives it back at its deadline
             if self.lost >= self._max_lost:
-                raise fail(f"{what} was not called: {self.lost} earlier calls of this environment or its rewards never returned")
+                raise fail(f"{what} was not called: {self.lost} earlier calls of env or rewards never returned")
             job = _Job(function, args, asyncio.get_running_loop(), self._returned)
             self._submit(job)
             try:

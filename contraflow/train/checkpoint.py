@@ -22,20 +22,8 @@ from torch import Tensor
 
 from contraflow.errors import CheckpointError, ModelError
 from contraflow.model.decoder import Decoder
-from contraflow.model.folder import load_folder, save_folder
+from contraflow.model.folder import copy_companions, load_folder, save_folder
 
-# What lies beside the weights in a model folder and makes it readable for others.
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 _NAME = re.compile(r"line-(\d+)-step-(\d+)")
 T = TypeVar("T")
 
@@ -136,9 +124,7 @@ def _write(draft: Path, cut: Cut, decoder: Decoder, moments: Mapping[str, Tensor
     model = draft / "model"
     model.mkdir(parents=True)
     save_folder(decoder, model)
-    for name in COMPANIONS:
-        if (companions / name).is_file():
-            shutil.copyfile(companions / name, model / name)
+    copy_companions(companions, model)
     (draft / "optimizer.safetensors").write_bytes(save_tensors(dict(moments)))
     (draft / "state.json").write_bytes(msgspec.json.encode(cut))
     digests = {str(path.relative_to(draft)): _digest(path) for path in _files(draft)}

@@ -5,7 +5,6 @@ writes the model folder. Reproducible from its seed. Does not sample: accuracy n
 Shape letters: N trained tokens, V vocabulary.
 """
 
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,12 +20,11 @@ from contraflow.errors import ConfigError, ModelError
 from contraflow.model.builtin import model_folder
 from contraflow.model.decoder import Decoder, new_decoder
 from contraflow.model.families import ModelConfig
-from contraflow.model.folder import load_folder, save_folder
+from contraflow.model.folder import copy_companions, load_folder, save_folder
 from contraflow.model.tokenizer import ALPHABET, Tokenizer, build_char_tokenizer
 from contraflow.rewards.base import Said
 from contraflow.telemetry import Account, Clock
 from contraflow.train.batcher import pack
-from contraflow.train.checkpoint import COMPANIONS
 from contraflow.train.forward import feed
 from contraflow.train.optimizer import Optimizer
 from contraflow.train.update import Updater
@@ -179,9 +177,7 @@ def _tokenizer(model: config.NewModel, folder: Path) -> Tokenizer:
         return build_char_tokenizer(folder, model.alphabet or ALPHABET)
     start = model_folder(model.folder)
     folder.mkdir()
-    for name in COMPANIONS:
-        if (start / name).is_file():
-            shutil.copyfile(start / name, folder / name)
+    copy_companions(start, folder)
     return Tokenizer.load(folder)
 
 

@@ -125,7 +125,7 @@ def test_when_too_many_threads_are_lost_calls_fail_at_once():
     async def scene(foreign):
         for result in await asyncio.gather(*(call(foreign, release.wait) for _ in range(3)), return_exceptions=True):
             assert isinstance(result, TaskError)
-        with pytest.raises(TaskError, match="not called: 3 earlier calls have never returned"):
+        with pytest.raises(TaskError, match="not called: 3 earlier calls of env or rewards never returned"):
             await call(foreign, lambda: 7)
         assert await call(foreign, coroutine, 7) == 7  # needs no thread
         release.set()
