@@ -190,7 +190,7 @@ class Loop:
                 raise death
             self._deaths[name] = self._deaths.get(name, 0) + 1
             tending[name].cancel()
-            self.served.pop(name, None)
+            await self._note(gone=name)
             for ticket in list(self._playing[name].values()):
                 await self._lost(ticket, "worker_died")
             await self.system.start_rollout(name)
@@ -258,8 +258,10 @@ class Loop:
         *,
         newest: Manifest | None = None,
         served: tuple[str, Version] | None = None,
+        gone: str = "",
     ) -> None:
         async with self.changed:
+            self.served.pop(gone, None)
             if newest is not None:
                 self.newest = newest
             if served is not None:
