@@ -30,7 +30,6 @@ def open_runtime(
         from contraflow.runtime.inline import InlineRuntime
 
         torch.set_num_threads(section.threads)  # this process is where the workers live
-        torch.set_flush_denormal(True)  # as in worker processes
         return InlineRuntime(clock)
     if section.kind == "local":
         from contraflow.runtime.local import LocalRuntime
