@@ -4,7 +4,7 @@ Takes tensors and a probe, gives the manifest. Each byte is copied once, from th
 and hashed there while it is still in the cache. Does not decide when to publish or make the probe.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -58,9 +58,9 @@ def publish(
 
 
 class Publisher:
-    """The one publisher of a run: publishes versions in rising order and retires those that nobody needs any more.
+    """The one publisher of a run: publishes versions in rising order and retires the oldest.
 
-    Invariant: the carrier holds the newest `keep` versions and those that engines were said to need, and no others.
+    Invariant: the carrier holds the newest `keep` versions and no others.
     Opening removes what an earlier publisher of the run left; closing removes everything.
     """
 
@@ -71,7 +71,6 @@ class Publisher:
         self._carrier = carrier
         self._keep = keep
         self._newest: Version | None = None
-        self._needed: frozenset[Version] = frozenset()
 
     @property
     def newest(self) -> Version | None:
@@ -81,7 +80,7 @@ class Publisher:
     def publish(
         self, tensors: Mapping[str, torch.Tensor], *, version: Version, model: str, probe: Probe, chunk_bytes: int
     ) -> Manifest:
-        """Publish `version`, whose parent is the one before it; then retire what is no longer needed.
+        """Publish `version`, whose parent is the one before it; then retire what is beyond the newest `keep`.
 
         Raises: as `publish`; what was published before stays.
         """
@@ -98,19 +97,13 @@ class Publisher:
         self._retire()
         return manifest
 
-    def need(self, versions: Iterable[Version]) -> None:
-        """Engines still need these, besides the newest ones; what was said before no longer counts."""
-        self._needed = frozenset(versions)
-        self._retire()
-
     def close(self) -> None:
         """Remove every version. Engines that are reading one may finish where the carrier says so."""
         self._carrier.close()
 
     def _retire(self) -> None:
         for version in self._carrier.versions()[: -self._keep]:
-            if version not in self._needed:
-                self._carrier.retire(version)
+            self._carrier.retire(version)
 
 
 def _write(sink: Sink, index: int, span: tuple[int, int], entries: tuple[Tensor, ...], flat: list[torch.Tensor]) -> str:

@@ -381,7 +381,7 @@ def test_a_publisher_killed_in_mid_write_leaves_whole_versions_and_its_successor
     assert place.files() == []
 
 
-def test_a_publisher_keeps_the_newest_two_and_what_engines_need(place: Place) -> None:
+def test_a_publisher_keeps_the_newest_two(place: Place) -> None:
     with closing(Publisher(place.open())) as publisher:
 
         def step(n: int) -> list[int]:
@@ -394,12 +394,6 @@ def test_a_publisher_keeps_the_newest_two_and_what_engines_need(place: Place) ->
 
         assert step(0) == [0]
         assert step(1) == [0, 1]
-        publisher.need([Version(1, 0)])
-        assert step(2) == [0, 1, 2]
-        assert step(3) == [0, 2, 3]
-        publisher.need([Version(1, 2), Version(1, 77)])
-        assert [version.n for version in place.open().versions()] == [2, 3]
-        assert step(4) == [2, 3, 4]
-        publisher.need([])
-        assert [version.n for version in place.open().versions()] == [3, 4]
+        assert step(2) == [1, 2]
+        assert step(3) == [2, 3]
     assert place.files() == []
