@@ -72,6 +72,41 @@ class Rollout(Section):
     group_deadline_s: Seconds = 60.0  # a group that takes longer is posed again
 
 
+class Parallel(Section):
+    """How one model is spread over ranks: pp * dp * cp * tp of them, the experts of a stage over ep of its ranks."""
+
+    dp: Count = 1  # data parallel: each has samples (trainer) or sequences (engine) of its own
+    ep: Count = 1  # ranks that share out the experts; divides dp * cp * tp
+    tp: Count = 1  # tensor parallel: attention heads and dense MLPs; tokens of expert layers are shared out too
+    cp: Count = 1  # context parallel: the tokens of each sequence; trainer only
+    pp: Count = 1  # pipeline stages: the layers; trainer only
+    schedule: Literal["1f1b", "interleaved"] = "1f1b"  # of the pipeline; interleaved has two stages a rank
+    recompute: Literal["none", "layer"] = "none"  # activations kept, or computed again in the backward pass; trainer
+    dispatch: Literal["auto", "per_expert", "all_to_all", "hierarchical", "deepep"] = "auto"  # see docs/dispatch.md
+    domain_ranks: Annotated[int, Field(ge=0)] = 0  # ranks joined by NVLink; 0: those of one host
+    wire: Literal["same", "bf16", "fp8"] = "same"  # precision of tokens on their way to experts
+    deadline_s: Seconds = 60.0  # a rank that does not take part in an exchange by then is named and ends the run
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.dp * self.cp * self.tp
+
+    @property
+    def ranks(self) -> int:
+        """Ranks in all."""
+        return self.pp * self.stage_ranks
+
+    @model_validator(mode="after")
+    def _experts_fit(self) -> Self:
+        if self.stage_ranks % self.ep:
+            raise ValueError(
+                f"ep = {self.ep} does not divide dp * cp * tp = {self.stage_ranks}: the experts are shared out among"
+                " the ranks of one stage"
+            )
+        return self
+
+
 class Engine(Section):
     """Where tokens come from."""
 
@@ -83,6 +118,7 @@ class Engine(Section):
     prefill_tokens: Count = 2048  # prompt tokens computed in one step
     on_refresh: Literal["keep", "recompute"] = "keep"  # KV cache of unfinished sequences when weights change
     routes: bool = False  # record each token's experts
+    parallel: Parallel = Parallel()  # how each worker's model is spread
 
 
 class Buffer(Section):
@@ -124,6 +160,7 @@ class Train(Section):
     checkpoint_every: Count = 20  # steps between cuts
     keep_checkpoints: Count = 2  # older ones are removed
     step_deadline_s: Seconds = 120.0  # a step that takes longer ends the run
+    parallel: Parallel = Parallel()  # how the trained model is spread
 
 
 class Weights(Section):

@@ -1,0 +1,169 @@
+"""Which part of each tensor a rank holds: a pure function of the model, the mesh and the rank's place in it.
+
+Serves loading, saving, publishing and refreshing, all of which speak of whole tensors by name. Data parallelism is not
+part of it: FSDP cuts what is left once more, and puts it together again. Does not touch processes.
+
+Rank order, outermost first: pipeline stage, dp, cp, tp. Tensor ranks are neighbours (they talk most), and so are the ep
+ranks of one set of experts, which may reach over tp, cp and dp.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from contraflow.config import Parallel
+from contraflow.errors import ConfigError
+from contraflow.model.families import ModelConfig
+
+Range = tuple[int, int]  # from, up to
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank sits. `edp` numbers the copies of its experts: its gradients are summed over those."""
+
+    rank: int
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+    ep: int
+    edp: int
+
+
+def place(rank: int, parallel: Parallel) -> Place:
+    """The place of `rank` among `parallel.ranks`."""
+    if not 0 <= rank < parallel.ranks:
+        raise ConfigError(f"rank {rank} is not in [0, {parallel.ranks}), the ranks of {parallel!r}")
+    pp, inner = divmod(rank, parallel.stage_ranks)
+    edp, ep = divmod(inner, parallel.ep)
+    outer, tp = divmod(inner, parallel.tp)
+    dp, cp = divmod(outer, parallel.cp)
+    return Place(rank=rank, pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, edp=edp)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a tensor: these ranges of one dimension, laid end to end."""
+
+    dim: int
+    ranges: tuple[Range, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(end - start for start, end in self.ranges)
+
+
+def cut(whole: Tensor, shard: Shard | None) -> Tensor:
+    """The part of `whole` that `shard` names, contiguous; `whole` itself for None."""
+    if shard is None:
+        return whole
+    parts = [whole.narrow(shard.dim, start, end - start) for start, end in shard.ranges]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, shard.dim)).contiguous()
+
+
+def paste(whole: Tensor, shard: Shard | None, part: Tensor) -> None:
+    """Write a rank's part back to where `cut` took it from."""
+    if shard is None:
+        whole.copy_(part)
+        return
+    at = 0
+    for start, end in shard.ranges:
+        whole.narrow(shard.dim, start, end - start).copy_(part.narrow(shard.dim, at, end - start))
+        at += end - start
+
+
+def shards(config: ModelConfig, parallel: Parallel, here: Place) -> dict[str, Shard | None]:
+    """Decoder tensor name -> the part of it that the rank holds (None: all of it), in the decoder's order.
+
+    Tensors of layers that belong to other pipeline stages are absent. Embedding and head are held by the first and the
+    last stage. Raises ConfigError when sizes do not divide.
+    """
+    check_fit(config, parallel)
+    held: dict[str, Shard | None] = {}
+    layers = stage_layers(config.layers, stages(parallel))
+    mine = [layer for stage in rank_stages(here.pp, parallel) for layer in layers[stage]]
+    if here.pp == 0:
+        held["embed"] = None
+    for layer in sorted(mine):
+        held |= {f"layers.{layer}.{name}": shard for name, shard in _layer(config, parallel, here, layer).items()}
+    if here.pp == parallel.pp - 1:
+        held["norm"] = None
+        if not config.tied:
+            held["lm_head"] = None
+    return held
+
+
+def stages(parallel: Parallel) -> int:
+    """Pipeline stages in all: one a rank, two with the interleaved schedule."""
+    return parallel.pp * (2 if parallel.schedule == "interleaved" and parallel.pp > 1 else 1)
+
+
+def rank_stages(pp: int, parallel: Parallel) -> tuple[int, ...]:
+    """The stages of pipeline rank `pp`: every pp-th, so that the last rank has the last stage."""
+    return tuple(range(pp, stages(parallel), parallel.pp))
+
+
+def stage_layers(layers: int, count: int) -> list[range]:
+    """Layers of each of `count` stages; those in front have one more where they do not divide.
+
+    Embedding and head make the first and last stage heavier, but the head of a small share of trained tokens little.
+    """
+    if count > layers:
+        raise ConfigError(f"{count} pipeline stages for {layers} layers: a stage needs at least one layer")
+    base, more = divmod(layers, count)
+    starts = [stage * base + min(stage, more) for stage in range(count + 1)]
+    return [range(starts[stage], starts[stage + 1]) for stage in range(count)]
+
+
+def check_fit(config: ModelConfig, parallel: Parallel) -> None:
+    """Raise ConfigError, naming sizes, unless the model can be spread like this."""
+    wrong = []
+    if parallel.ep > 1 and (not config.experts or config.experts % parallel.ep):
+        wrong.append(f"ep = {parallel.ep} must divide the model's {config.experts} experts")
+    for what, size in (("heads", config.heads), ("kv_heads", config.kv_heads), ("ffn", config.ffn)):
+        if size % parallel.tp:
+            wrong.append(f"tp = {parallel.tp} must divide the model's {what} = {size}")
+    if parallel.pp > 1 and config.tied:
+        wrong.append("pp > 1: the model ties its head to the embedding, which would lie on two stages")
+    if wrong:
+        raise ConfigError("; ".join(wrong))
+
+
+def split_evenly(size: int, parts: int, index: int) -> Range:
+    """Part `index` of `parts` equal parts of `range(size)`."""
+    each = size // parts
+    return index * each, (index + 1) * each
+
+
+def _layer(config: ModelConfig, parallel: Parallel, here: Place, layer: int) -> dict[str, Shard | None]:
+    tp, d = parallel.tp, config.head_dim
+    heads = _stacked([config.heads * d, config.kv_heads * d, config.kv_heads * d], tp, here.tp)
+    found: dict[str, Shard | None] = {"attention_norm": None}
+    found["attention.qkv"] = Shard(0, heads) if tp > 1 else None
+    found["attention.out"] = Shard(1, (split_evenly(config.heads * d, tp, here.tp),)) if tp > 1 else None
+    if config.attention_bias:
+        found["attention.qkv_bias"] = Shard(0, heads) if tp > 1 else None
+        found["attention.out_bias"] = None
+    if config.qk_norm != "none":
+        by_head = config.qk_norm == "projection" and tp > 1
+        found["attention.qk_norm"] = Shard(0, heads[:2]) if by_head else None
+    found["mlp_norm"] = None
+    if layer in config.moe_layers:
+        experts = Shard(0, (split_evenly(config.experts, parallel.ep, here.ep),)) if parallel.ep > 1 else None
+        return found | {"mlp.router.weight": None, "mlp.gate_up": experts, "mlp.down": experts}
+    found["mlp.gate_up"] = Shard(0, _stacked([config.ffn, config.ffn], tp, here.tp)) if tp > 1 else None
+    found["mlp.down"] = Shard(1, (split_evenly(config.ffn, tp, here.tp),)) if tp > 1 else None
+    return found
+
+
+def _stacked(sizes: Sequence[int], parts: int, index: int) -> tuple[Range, ...]:
+    """Part `index` of each of several blocks that are laid end to end."""
+    found, start = [], 0
+    for size in sizes:
+        lo, hi = split_evenly(size, parts, index)
+        found.append((start + lo, start + hi))
+        start += size
+    return tuple(found)

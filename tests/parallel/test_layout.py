@@ -1,0 +1,85 @@
+"""Every element of every tensor is held by exactly the ranks that should hold it, for any mesh and any model."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from contraflow.config import Parallel
+from contraflow.errors import ConfigError
+from contraflow.model.decoder import Decoder
+from contraflow.model.families import ModelConfig
+from contraflow.parallel.layout import cut, paste, place, shards, stage_layers
+
+MOE = ModelConfig(
+    family="qwen3_moe", vocab=11, dim=16, layers=5, heads=4, kv_heads=4, head_dim=4, ffn=16, experts=8, top_k=2,
+    expert_ffn=8, dense_layers=(1,), attention_bias=True,
+)  # fmt: skip
+
+SHAPES = {name: tuple(p.shape) for name, p in Decoder(MOE).named_parameters()}
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> Parallel:
+    size = st.sampled_from([1, 2])
+    dp, tp, cp, pp = (draw(size) for _ in range(4))
+    ep = draw(st.sampled_from([e for e in (1, 2, 4, 8) if (dp * tp * cp) % e == 0]))
+    return Parallel(dp=dp, tp=tp, cp=cp, pp=pp, ep=ep, schedule=draw(st.sampled_from(["1f1b", "interleaved"])))
+
+
+@settings(max_examples=60, deadline=None)
+@given(parallel=meshes())
+def test_ranks_hold_every_element_as_often_as_the_mesh_says(parallel: Parallel) -> None:
+    held: dict[str, Counter[int]] = {name: Counter() for name in SHAPES}
+    for rank in range(parallel.ranks):
+        for name, shard in shards(MOE, parallel, place(rank, parallel)).items():
+            numbered = torch.arange(math.prod(SHAPES[name])).view(SHAPES[name])
+            held[name].update(cut(numbered, shard).flatten().tolist())
+    for name, counts in held.items():
+        experts = name.endswith(("mlp.gate_up", "mlp.down")) and not name.startswith("layers.1.")
+        split = name.endswith(("qkv", "qkv_bias", "attention.out", "gate_up", "down"))
+        copies = parallel.stage_ranks // (parallel.ep if experts else parallel.tp if split else 1)
+        assert set(counts.values()) == {copies}, name
+        assert len(counts) == math.prod(SHAPES[name]), name
+
+
+@settings(max_examples=60, deadline=None)
+@given(parallel=meshes(), data=st.data())
+def test_parts_pasted_back_give_the_whole(parallel: Parallel, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(SHAPES)))
+    whole = torch.randn(SHAPES[name])
+    built = torch.full_like(whole, torch.nan)
+    for rank in range(parallel.ranks):
+        held = shards(MOE, parallel, place(rank, parallel))
+        if name in held:
+            paste(built, held[name], cut(whole, held[name]))
+    assert torch.equal(built, whole)
+
+
+@given(layers=st.integers(1, 40), count=st.integers(1, 8))
+def test_stages_share_the_layers_in_order_and_evenly(layers: int, count: int) -> None:
+    if count > layers:
+        with pytest.raises(ConfigError, match="at least one layer"):
+            stage_layers(layers, count)
+        return
+    found = stage_layers(layers, count)
+    assert [layer for stage in found for layer in stage] == list(range(layers))
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [({"dp": 3, "ep": 3}, "ep = 3 must divide the model's 8 experts"), ({"tp": 8}, "heads = 4")],
+)
+def test_sizes_that_do_not_divide_are_refused(wanted: dict[str, int], said: str) -> None:
+    parallel = Parallel(**wanted)
+    with pytest.raises(ConfigError, match=said):
+        shards(MOE, parallel, place(0, parallel))
+
+
+def test_a_rank_outside_the_mesh_has_no_place() -> None:
+    with pytest.raises(ConfigError, match=r"rank 2 is not in \[0, 2\)"):
+        place(2, Parallel(dp=2))
