@@ -51,6 +51,11 @@ def feed(batch: Batch, device: torch.device) -> Fed:
     return Fed(tokens_F, positions_F, plan, torch.from_numpy(rows_N.astype(np.int64)).to(device), targets_N)
 
 
+def fed_tokens(batch: Batch) -> int:
+    """How many tokens of the batch `feed` lays out."""
+    return batch.tokens.size - (batch.starts.size - 1)
+
+
 def score(decoder: Decoder, fed: Fed, *, temperature: float, tape: RouterTape | None = None) -> Scored:
     """Log-probability and entropy of every trained token under the decoder, at the temperature it was sampled with."""
     hidden_FD = decoder(fed.tokens_F, fed.positions_F, fed.plan, tape=tape)

@@ -9,15 +9,16 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from contraflow.errors import TrainingError
 from contraflow.model.decoder import Decoder
 from contraflow.model.router import RouterTape
+from contraflow.parallel.team import Team
 from contraflow.telemetry import Account
-from contraflow.train.forward import Fed, Scored, feed, score
+from contraflow.train.forward import Fed, Scored, fed_tokens, feed
 from contraflow.train.optimizer import Applied, Optimizer
+from contraflow.train.passes import Balance, Passes, PlainPasses
 from contraflow.types import Batch
 
 Objective = Callable[[Batch, Fed, Scored], Tensor]  # a micro-batch's part of the loss, a scalar
@@ -33,7 +34,11 @@ class Updated(NamedTuple):
 
 
 class Updater:
-    """Moves a decoder's weights. `balance_weight` adds the load-balancing loss of its routers, if it has any."""
+    """Moves a decoder's weights. `balance_weight` adds the load-balancing loss of its routers, if it has any.
+
+    With a `team` every rank calls `update` with the same micro-batches, runs its share of them, and gets the same
+    answer or the same error. `passes` is how micro-batches run; None is one after the other.
+    """
 
     def __init__(
         self,
@@ -43,57 +48,47 @@ class Updater:
         *,
         temperature: float = 1.0,
         balance_weight: float = 0.0,
+        team: Team | None = None,
+        passes: Passes | None = None,
     ) -> None:
         self.device = decoder.head.device
-        self._decoder = decoder
         self._optimizer = optimizer
         self._account = account
-        self._temperature = temperature
-        self._mixture = bool(decoder.config.moe_layers)
-        self._balance_weight = balance_weight if self._mixture else 0.0
+        self._team = team or Team()
+        self._passes = passes or PlainPasses(decoder, account, temperature=temperature)
+        self._balance_weight = balance_weight if decoder.config.moe_layers else 0.0
 
     def update(self, batches: Sequence[Batch], objective: Objective) -> Updated:
         """Raises TrainingError, with the weights as they were, when a loss or the gradient is not finite."""
         self._optimizer.clear()
+        mine = self._team.mine(batches)
         with self._account.charge("batch"):
-            feds = [feed(batch, self.device) for batch in batches]
-        union_ME, tokens = self._loads(feds), sum(fed.tokens_F.numel() for fed in feds)
-        total = total_balance = 0.0
-        loads = []
-        for place, (batch, fed) in enumerate(zip(batches, feds, strict=True)):
-            tape = RouterTape() if self._mixture else None
-            with self._account.charge("forward"):
-                scored = score(self._decoder, fed, temperature=self._temperature, tape=tape)
-                loss = objective(batch, fed, scored)
-                balance = torch.zeros_like(loss)
-                if tape is not None and self._balance_weight > 0:
-                    balance = tape.balance_loss(loads_ME=union_ME, tokens=tokens)
-                    loss = loss + self._balance_weight * balance
-                value, balance_value = torch.stack([loss.detach(), balance.detach()]).tolist()
+            feds = [feed(batch, self.device) for batch in mine]
+        balance = self._balance(feds, sum(fed_tokens(batch) for batch in batches))
+        seen = self._passes.run(feds, lambda place, scored: objective(mine[place], feds[place], scored), balance)
+        values = self._team.rows(seen.values_B2, len(batches)).tolist()
+        loads_ME = None if seen.loads_ME is None else self._team.total(seen.loads_ME)
+        for place, (value, _) in enumerate(values):
             if not math.isfinite(value):
                 raise TrainingError(f"the loss of micro-batch {place + 1} of {len(batches)} is {value}")
-            with self._account.charge("backward"):
-                loss.backward()
-            total, total_balance = total + value, total_balance + balance_value
-            if tape is not None:
-                loads.append(tape.loads())
         with self._account.charge("optimizer"):
             applied = self._optimizer.apply()
-        return Updated(total, total_balance, torch.stack(loads).sum(0) if loads else None, applied)
+        loss, uneven = (sum(column) for column in zip(*values, strict=True))
+        return Updated(loss, uneven, loads_ME, applied)
 
-    @torch.no_grad()
-    def _loads(self, feds: Sequence[Fed]) -> Tensor | None:
-        """Expert loads `[M, E]` of an update of several micro-batches, by one more forward pass; None if not needed.
+    def _balance(self, feds: Sequence[Fed], tokens: int) -> Balance | None:
+        """The balance loss of a micro-batch among all `tokens` fed in this update.
 
-        The balance loss is a product of loads and probabilities: its gradient is that of one large batch only if every
-        micro-batch knows the loads of all.
+        It is a product of loads and probabilities: its gradient is that of one large batch only if every micro-batch
+        knows the loads of all. With several micro-batches that takes one more forward pass.
         """
-        if self._balance_weight == 0 or len(feds) == 1:
+        team = self._team
+        if self._balance_weight == 0:
             return None
-        loads = []
-        with self._account.charge("forward"):
-            for fed in feds:
-                tape = RouterTape()
-                self._decoder(fed.tokens_F, fed.positions_F, fed.plan, tape=tape)
-                loads.append(tape.loads())
-        return torch.stack(loads).sum(0)
+        known_ME = team.total(self._passes.loads(feds)) if len(feds) > 1 else None
+
+        def of(tape: RouterTape) -> Tensor:
+            loads_ME = team.total(tape.loads()) if known_ME is None else known_ME
+            return tape.balance_loss(loads_ME=loads_ME, tokens=tokens)
+
+        return Balance(self._balance_weight, of)
