@@ -1,0 +1,62 @@
+"""A dispatch whose experts lie where a placement put them, some of them several times.
+
+Takes tokens with logical expert ids, hands them to a dispatch of physical slots, and counts what each logical expert
+was given: what the next placement is made from. Routers, tapes and recorded routes see logical ids only. Shape letters
+as in `placement` and `base`.
+"""
+
+from typing import Generic
+
+import torch
+from torch import Tensor
+
+from contraflow.dispatch.base import Dispatch, H, Rows, check_pairs
+from contraflow.dispatch.placement import Table, to_slots
+from contraflow.errors import DispatchError
+
+
+class Placed(Generic[H]):
+    """One layer's dispatch. `rows.ends_E` counts slots, so the experts' weights must lie slot by slot.
+
+    Args: `inner` carries to slots, as many as the placement has; `turn` the number of this rank; `device` that of the
+    ids. Duplicate ids in a row are two pairs, as everywhere.
+    Invariant: `loads_E` is the number of pairs each logical expert was given since `take_loads`.
+    """
+
+    def __init__(self, inner: Dispatch[H], table: Table, *, turn: int = 0, device: torch.device | str = "cpu") -> None:
+        self._inner = inner
+        self._table = Table(table.slots_EC.to(device, copy=True), table.replicas_E.to(device, copy=True))
+        self._turn = turn
+        self.loads_E = torch.zeros_like(self._table.replicas_E)
+
+    def use(self, table: Table) -> None:
+        """Send tokens by `table` from now on: at the same moment as the weights come to lie so, between two passes.
+
+        It is copied into the storage of the one before, where a CUDA graph finds it. Raises DispatchError if it is of
+        other sizes.
+        """
+        mine, new = self._table, table
+        if new.slots_EC.shape != mine.slots_EC.shape:
+            raise DispatchError(
+                f"a table of {list(new.slots_EC.shape)} experts and replicas is no successor to one of "
+                f"{list(mine.slots_EC.shape)}: experts, ranks and slots must stay as they are"
+            )
+        mine.slots_EC.copy_(new.slots_EC)
+        mine.replicas_E.copy_(new.replicas_E)
+
+    def take_loads(self) -> Tensor:
+        """Pairs of each logical expert since the last call, int64 `[E]`; counting starts anew."""
+        taken = self.loads_E.clone()
+        self.loads_E.zero_()
+        return taken
+
+    def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Rows[H]:
+        """See `Dispatch.dispatch`; rows are sorted by slot."""
+        check_pairs(x_TD, expert_ids_TK, weights_TK)
+        ids_N = expert_ids_TK.reshape(-1)
+        self.loads_E.scatter_add_(0, ids_N.clamp_min(0), (ids_N >= 0).to(torch.int64))
+        return self._inner.dispatch(x_TD, to_slots(expert_ids_TK, self._table, turn=self._turn), weights_TK)
+
+    def combine(self, y_RD: Tensor, handle: H) -> Tensor:
+        """See `Dispatch.combine`."""
+        return self._inner.combine(y_RD, handle)
