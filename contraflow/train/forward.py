@@ -11,10 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contraflow.model.attention import PackedPlan
+from contraflow.model.attention import PackedPlan, Plan
 from contraflow.model.decoder import Decoder
 from contraflow.model.logprobs import token_logprobs
 from contraflow.model.router import RouterTape
+from contraflow.parallel.context import ContextPlan, Exchange, held
 from contraflow.types import Batch
 
 
@@ -23,7 +24,7 @@ class Fed(NamedTuple):
 
     tokens_F: Tensor  # int64
     positions_F: Tensor  # int64
-    plan: PackedPlan
+    plan: Plan
     rows_N: Tensor  # int64: the fed token whose hidden state predicts each trained token
     targets_N: Tensor  # int64
 
@@ -35,20 +36,30 @@ class Scored(NamedTuple):
     entropy_N: Tensor
 
 
-def feed(batch: Batch, device: torch.device) -> Fed:
-    """Lay a batch out for the decoder. Sequences have at least two tokens, and their first is not trained."""
+def feed(batch: Batch, device: torch.device, context: Exchange | None = None) -> Fed:
+    """Lay a batch out for the decoder. Sequences have at least two tokens, and their first is not trained.
+
+    With `context`, the ranks that share each sequence: this rank's tokens of a batch that `share` cut to its trained.
+    """
     lengths_S = np.diff(batch.starts)
     keep_T = np.ones(batch.tokens.size, np.bool_)
     keep_T[batch.starts[1:] - 1] = False
-    fed_starts = batch.starts - np.arange(batch.starts.size)
+    fed_F = np.flatnonzero(keep_T)
+    starts = (batch.starts - np.arange(batch.starts.size)).tolist()
     sequence_T = np.repeat(np.arange(lengths_S.size), lengths_S)
     rows_N = np.flatnonzero(batch.mask) - 1 - sequence_T[batch.mask]
-    tokens_F, positions_F, targets_N = (
+    plan: Plan
+    if context is None:
+        plan = PackedPlan.of(starts, device)
+    else:
+        plan = ContextPlan(starts, context, device)
+        here_F = held(starts, context.size, context.place)
+        fed_F, rows_N = fed_F[here_F], np.searchsorted(here_F, rows_N)
+    tokens_F, positions_F, places_N, targets_N = (
         torch.from_numpy(x.astype(np.int64)).to(device)
-        for x in (batch.tokens[keep_T], batch.positions[keep_T], batch.tokens[batch.mask])
+        for x in (batch.tokens[fed_F], batch.positions[fed_F], rows_N, batch.tokens[batch.mask])
     )
-    plan = PackedPlan.of(fed_starts.tolist(), device)
-    return Fed(tokens_F, positions_F, plan, torch.from_numpy(rows_N.astype(np.int64)).to(device), targets_N)
+    return Fed(tokens_F, positions_F, plan, places_N, targets_N)
 
 
 def fed_tokens(batch: Batch) -> int:
