@@ -19,8 +19,9 @@ from contraflow.model.attention import Attention, LayerPlan, Plan
 from contraflow.model.families import ModelConfig
 from contraflow.model.moe import DenseMLP, MoE
 from contraflow.model.ops import cast, linear, rms_norm
+from contraflow.model.recompute import recomputed
 from contraflow.model.rotary import Rotation, frequencies, rotation
-from contraflow.model.router import RouterTape
+from contraflow.model.router import RouterTape, Tape
 
 
 class Layer(nn.Module):
@@ -34,7 +35,7 @@ class Layer(nn.Module):
         self.mlp_norm = nn.Parameter(torch.empty(config.dim, **made))
         self.mlp = mlp
 
-    def forward(self, x_TD: Tensor, turn: Rotation, plan: LayerPlan, tape: RouterTape | None) -> Tensor:
+    def forward(self, x_TD: Tensor, turn: Rotation, plan: LayerPlan, tape: Tape | None) -> Tensor:
         x_TD = x_TD + self.attention(rms_norm(x_TD, self.attention_norm, self.eps), turn, plan)
         out: Tensor = x_TD + self.mlp(rms_norm(x_TD, self.mlp_norm, self.eps), tape)
         return out
@@ -44,7 +45,8 @@ class Decoder(nn.Module):
     """A causal language model.
 
     Parameters are `dtype`, except router and head (and an embedding tied to it), which are fp32. `compute_dtype` is the
-    dtype of the residual stream and the matmuls: other weights are cast at use. Norms and softmaxes work in fp32.
+    dtype of the residual stream and the matmuls: other weights are cast at use. Norms and softmaxes work in fp32. With
+    `recompute` set, a backward pass computes each layer's activations again instead of having kept them.
 
     Invariant: parameter names and shapes are a function of the config alone, so weights travel by name.
     """
@@ -61,6 +63,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype = compute_dtype or dtype
+        self.recompute = False
         made: dict[str, Any] = {"dtype": dtype, "device": device}
         shape, fp32 = (config.vocab, config.dim), made | {"dtype": torch.float32}
         self.embed = nn.Parameter(torch.empty(shape, **(fp32 if config.tied else made)))
@@ -90,7 +93,10 @@ class Decoder(nn.Module):
         turn = rotation(positions_T, self.signed_d, self.compute_dtype)
         x_TD = cast(F.embedding(tokens_T, self.embed), self.compute_dtype)
         for index, layer in enumerate(self.layers):
-            x_TD = layer(x_TD, turn, plan.layer(index), tape)
+            if self.recompute and torch.is_grad_enabled():
+                x_TD = recomputed(layer, x_TD, turn, plan.layer(index), tape)
+            else:
+                x_TD = layer(x_TD, turn, plan.layer(index), tape)
         return rms_norm(x_TD, self.norm, self.config.norm_eps)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:

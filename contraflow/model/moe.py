@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from contraflow.dispatch.base import Dispatch
 from contraflow.model.families import ModelConfig
 from contraflow.model.ops import cast, linear
-from contraflow.model.router import Router, RouterTape
+from contraflow.model.router import Router, Tape
 
 
 class DenseMLP(nn.Module):
@@ -23,7 +23,7 @@ class DenseMLP(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(2 * config.ffn, config.dim, dtype=dtype, device=device))
         self.down = nn.Parameter(torch.empty(config.dim, config.ffn, dtype=dtype, device=device))
 
-    def forward(self, x_TD: Tensor, tape: RouterTape | None) -> Tensor:
+    def forward(self, x_TD: Tensor, tape: Tape | None) -> Tensor:
         """`[T, D]` -> `[T, D]`; records nothing."""
         return linear(swiglu(linear(x_TD, self.gate_up)), self.down)
 
@@ -41,7 +41,7 @@ class MoE(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * ffn, dim, dtype=dtype, device=device))
         self.down = nn.Parameter(torch.empty(experts, dim, ffn, dtype=dtype, device=device))
 
-    def forward(self, x_TD: Tensor, tape: RouterTape | None) -> Tensor:
+    def forward(self, x_TD: Tensor, tape: Tape | None) -> Tensor:
         """`[T, D]` -> `[T, D]`, the sum of each token's experts by router weight."""
         ids_TK, weights_TK = self.router(x_TD, tape)
         rows = self.dispatch.dispatch(x_TD, ids_TK, weights_TK)

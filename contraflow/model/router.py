@@ -6,12 +6,26 @@ computes nothing until asked. Neither moves tokens (`dispatch/` does).
 Shape letters: T tokens, D width, E experts, K experts per token, M MoE layers.
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
 from contraflow.errors import ModelError
 from contraflow.model.families import ModelConfig
 from contraflow.model.ops import cast, linear
+
+
+class Tape(Protocol):
+    """What a router tells its choices to, and what may have them already."""
+
+    def chosen(self) -> Tensor | None:
+        """Expert ids `[T, K]` to take instead of choosing; None to choose."""
+        ...
+
+    def record(self, ids_TK: Tensor, logits_TE: Tensor) -> None:
+        """Called by each router, in layer order."""
+        ...
 
 
 class RouterTape:
@@ -28,8 +42,11 @@ class RouterTape:
     def used(self) -> bool:
         return bool(self._ids_TK)
 
+    def chosen(self) -> None:
+        """See `Tape.chosen`: it only listens."""
+
     def record(self, ids_TK: Tensor, logits_TE: Tensor) -> None:
-        """Called by each router, in layer order."""
+        """See `Tape.record`."""
         self._ids_TK.append(ids_TK)
         self._logits_TE.append(logits_TE)
 
@@ -76,14 +93,16 @@ class Router(nn.Module):
         self.top_k, self.renormalise = config.top_k, config.renormalise
         self.weight = nn.Parameter(torch.empty(config.experts, config.dim, dtype=torch.float32, device=device))
 
-    def forward(self, x_TD: Tensor, tape: RouterTape | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x_TD: Tensor, tape: Tape | None) -> tuple[Tensor, Tensor]:
         """`[T, D]` -> expert ids int64 `[T, K]`, best first, and their weights fp32 `[T, K]`."""
         logits_TE = linear(cast(x_TD, torch.float32), self.weight)
-        if self.renormalise:  # a softmax over the chosen is the renormalised softmax over all
-            top_TK, ids_TK = logits_TE.topk(self.top_k)
-            weights_TK = top_TK.softmax(-1)
-        else:
-            weights_TK, ids_TK = logits_TE.softmax(-1).topk(self.top_k)
-        if tape is not None:
+        scores_TE = logits_TE if self.renormalise else logits_TE.softmax(-1)
+        if tape is None:
+            weights_TK, ids_TK = scores_TE.topk(self.top_k)
+        else:  # one way to the weights, whoever chose: a pass and its repetition must keep the same tensors
+            chosen_TK = tape.chosen()
+            ids_TK = scores_TE.detach().topk(self.top_k).indices if chosen_TK is None else chosen_TK
+            weights_TK = scores_TE.gather(1, ids_TK)
             tape.record(ids_TK, logits_TE)
-        return ids_TK, weights_TK
+        # A softmax over the chosen is the renormalised softmax over all.
+        return ids_TK, weights_TK.softmax(-1) if self.renormalise else weights_TK
