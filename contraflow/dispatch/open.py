@@ -1,0 +1,43 @@
+"""Opens the dispatch that was asked for: one place that knows all forms by name.
+
+Takes links to the ranks that share out the experts; gives a `Dispatch`. Which form is best is `choose.py`'s.
+"""
+
+from typing import Any
+
+import torch
+
+from contraflow.dispatch.base import Dispatch
+from contraflow.dispatch.exchange import Links
+from contraflow.dispatch.local import LocalDispatch
+from contraflow.dispatch.spread import SpreadDispatch
+from contraflow.dispatch.wire import Wire
+from contraflow.errors import DispatchError
+
+KINDS = ("per_expert", "all_to_all", "hierarchical", "deepep")
+
+
+def open_dispatch(
+    kind: str,
+    links: Links | None,
+    *,
+    experts: int,
+    wire: Wire = "same",
+    max_tokens: int | None = None,
+    capacity: int | None = None,
+    device: torch.device | str = "cpu",
+) -> Dispatch[Any]:
+    """The dispatch `kind` over `links`; local, whatever was asked for, when there is nobody to exchange with.
+
+    Collective: every rank asks for the same. `auto` is hierarchical over several domains and all_to_all within one.
+    Raises: DispatchError.
+    """
+    if links is None or links.topology.ranks == 1:
+        return LocalDispatch(experts)
+    if kind == "auto":
+        kind = "hierarchical" if links.topology.count > 1 else "all_to_all"
+    if kind not in KINDS:
+        raise DispatchError(f"dispatch {kind!r} is not known; known are auto, {', '.join(KINDS)}")
+    return SpreadDispatch(
+        links, experts=experts, kind=kind, wire=wire, max_tokens=max_tokens, capacity=capacity, device=device
+    )
