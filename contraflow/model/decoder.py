@@ -83,21 +83,33 @@ class Decoder(nn.Module):
         """fp32 `[V, D]`: what turns hidden states to logits."""
         return self.embed if self.lm_head is None else self.lm_head
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, plan: Plan, *, tape: RouterTape | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        plan: Plan,
+        *,
+        tape: RouterTape | None = None,
+        span: range | None = None,
+    ) -> Tensor:
         """Hidden states after the final norm, `[T, D]` in `compute_dtype`.
 
-        Args: `tokens_T` and `positions_T` int64 (positions 0-based in each sequence); `tape` an unused RouterTape.
+        Args: `tokens_T` and `positions_T` int64 (positions 0-based in each sequence); `tape` an unused RouterTape;
+        `span` the layers to run, None for all. A span that begins behind the first layer takes, instead of tokens, the
+        `[T, D]` that the layer before it gave; one that ends before the last gives what its last layer gave.
         """
         if tape is not None and tape.used:
             raise ModelError("this router tape already holds a forward pass; give each its own")
         turn = rotation(positions_T, self.signed_d, self.compute_dtype)
-        x_TD = cast(F.embedding(tokens_T, self.embed), self.compute_dtype)
-        for index, layer in enumerate(self.layers):
+        span = range(len(self.layers)) if span is None else span
+        x_TD = tokens_T if span.start else cast(F.embedding(tokens_T, self.embed), self.compute_dtype)
+        for index in span:
+            layer = self.layers[index]
             if self.recompute and torch.is_grad_enabled():
                 x_TD = recomputed(layer, x_TD, turn, plan.layer(index), tape)
             else:
                 x_TD = layer(x_TD, turn, plan.layer(index), tape)
-        return rms_norm(x_TD, self.norm, self.config.norm_eps)
+        return x_TD if span.stop < len(self.layers) else rms_norm(x_TD, self.norm, self.config.norm_eps)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """fp32 `[T, V]`."""
@@ -105,9 +117,9 @@ class Decoder(nn.Module):
 
     def use_dispatch(self, dispatch: Dispatch[Any]) -> None:
         """Send tokens through `dispatch` from now on, in every MoE layer."""
-        for layer in self.layers:
-            if isinstance(layer.mlp, MoE):
-                layer.mlp.dispatch = dispatch
+        for module in self.modules():
+            if isinstance(module, MoE):
+                module.dispatch = dispatch
 
 
 def new_decoder(config: ModelConfig, *, seed: int, std: float = 0.02, device: torch.device | str = "cpu") -> Decoder:

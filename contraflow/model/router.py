@@ -70,11 +70,12 @@ class RouterTape:
 
         Equations 4 to 6 of the Switch Transformer (Fedus et al. 2021), over the tokens of all MoE layers together, as
         transformers computes it; K when perfectly balanced. It is of this forward pass: the losses of micro-batches do
-        not add up to that of their union, unless each is given the union's `loads_ME` and number of `tokens` fed.
+        not add up to that of their union, unless each is given the union's `loads_ME` and number of `tokens` fed. So do
+        those of parts of the layers: `loads_ME` is then of all layers.
         """
         self._need()
         logits_NE = torch.cat(self._logits_TE)
-        layers, experts = len(self._logits_TE), logits_NE.shape[1]
+        layers, experts = len(self._logits_TE if loads_ME is None else loads_ME), logits_NE.shape[1]
         count = max(logits_NE.shape[0] if tokens is None else layers * tokens, 1)
         share_E = (self.loads() if loads_ME is None else loads_ME).sum(0) / count
         probability_E = torch.softmax(logits_NE, -1).sum(0) / count

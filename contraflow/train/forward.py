@@ -69,6 +69,10 @@ def fed_tokens(batch: Batch) -> int:
 
 def score(decoder: Decoder, fed: Fed, *, temperature: float, tape: RouterTape | None = None) -> Scored:
     """Log-probability and entropy of every trained token under the decoder, at the temperature it was sampled with."""
-    hidden_FD = decoder(fed.tokens_F, fed.positions_F, fed.plan, tape=tape)
+    return score_hidden(decoder(fed.tokens_F, fed.positions_F, fed.plan, tape=tape), decoder, fed, temperature)
+
+
+def score_hidden(hidden_FD: Tensor, decoder: Decoder, fed: Fed, temperature: float) -> Scored:
+    """The same from hidden states after the final norm; of the decoder only the head is needed."""
     hidden_ND = hidden_FD.index_select(0, fed.rows_N)
     return Scored(*token_logprobs(hidden_ND, decoder.head, fed.targets_N, temperature=temperature))

@@ -1,0 +1,113 @@
+"""Micro-batches of an update through a pipeline: `Passes` where the layers lie on several ranks.
+
+Each stage adds the balance loss of its own routers to the gradient that passes through it; the last one has the loss.
+What a rank has not seen it gives as zeros: the sum over ranks is what one rank would have seen.
+Shape letters: B micro-batches, M MoE layers, E experts, N trained tokens.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from contraflow.model.attention import PackedPlan
+from contraflow.model.decoder import Decoder
+from contraflow.model.router import RouterTape
+from contraflow.parallel import pipeline
+from contraflow.parallel.mesh import Mesh
+from contraflow.parallel.pipeline import Pipeline, add_loss, micro_batches
+from contraflow.telemetry import Account
+from contraflow.train.forward import Fed, Scored, score_hidden
+from contraflow.train.passes import Balance, LossOf, Passed
+
+
+class StagedPasses:
+    """See `Passes`. Collective: all ranks of the mesh call the same, with as many micro-batches each.
+
+    With a balance loss, the update must know the loads of all layers beforehand: no stage sees those of another.
+    """
+
+    def __init__(self, decoder: Decoder, mesh: Mesh, account: Account, *, temperature: float) -> None:
+        self._decoder, self._mesh, self._account = decoder, mesh, account
+        self._temperature = temperature
+        self._pipeline = Pipeline(decoder, mesh.parallel, mesh.here, mesh.pp)
+
+    def run(self, feds: Sequence[Fed], loss_of: LossOf, balance: Balance | None) -> Passed:
+        """See `Passes.run`."""
+        values_B2 = torch.zeros(len(feds), 2, device=self._mesh.device)
+        loads_ME = self._no_loads()
+
+        def after(seen: pipeline.Passed) -> Tensor:
+            place, own = seen.number, seen.hidden_TD.new_zeros((), dtype=torch.float32)
+            if seen.tape is not None:
+                self._add_loads(loads_ME, seen.span, seen.tape)
+                if balance is not None:
+                    uneven = balance.of(seen.tape)
+                    own = balance.weight * uneven
+                    _note(values_B2, place, own, uneven)
+            if seen.span.stop < self._decoder.config.layers:
+                return add_loss(seen.hidden_TD, own) if own.requires_grad else seen.hidden_TD
+            if place >= len(feds):  # one of none: its loss is 0, and everybody's gradient of it
+                return seen.hidden_TD.float().sum() + own
+            loss = loss_of(place, score_hidden(seen.hidden_TD, self._decoder, feds[place], self._temperature))
+            _note(values_B2, place, loss)
+            return loss + own
+
+        self._run(feds, after, backward=True)
+        return Passed(values_B2, loads_ME if loads_ME.numel() else None)
+
+    def loads(self, feds: Sequence[Fed]) -> Tensor:
+        """See `Passes.loads`; zeros for layers that are elsewhere."""
+        loads_ME = self._no_loads()
+
+        def after(seen: pipeline.Passed) -> Tensor:
+            if seen.tape is not None:
+                self._add_loads(loads_ME, seen.span, seen.tape)
+            return seen.hidden_TD
+
+        self._run(feds, after, backward=False)
+        return loads_ME
+
+    def scored(self, feds: Sequence[Fed]) -> list[Scored]:
+        """What the decoder gives the trained tokens of each micro-batch, without gradients; on every rank."""
+        numbers = [fed.targets_N.numel() for fed in feds]
+        both_2N = torch.zeros(2, sum(numbers), device=self._mesh.device)
+        parts = both_2N.split(numbers, 1)
+
+        def after(seen: pipeline.Passed) -> Tensor:
+            place = seen.number
+            if seen.span.stop == self._decoder.config.layers and place < len(feds):
+                found = score_hidden(seen.hidden_TD, self._decoder, feds[place], self._temperature)
+                parts[place].copy_(torch.stack(found))
+            return seen.hidden_TD
+
+        self._run(feds, after, backward=False)
+        dist.broadcast(both_2N, group=self._mesh.pp, group_src=self._mesh.parallel.pp - 1)
+        return [Scored(*part) for part in parts]
+
+    def _run(self, feds: Sequence[Fed], after: pipeline.After, *, backward: bool) -> None:
+        missing = micro_batches(len(feds), self._mesh.parallel) - len(feds)
+        with self._account.charge("pipeline"):
+            self._pipeline.run([*feds, *[_nothing(feds[0])] * missing], after, backward=backward)
+
+    def _no_loads(self) -> Tensor:
+        config = self._decoder.config
+        return torch.zeros(len(config.moe_layers), config.experts, dtype=torch.int64, device=self._mesh.device)
+
+    def _add_loads(self, loads_ME: Tensor, span: range, tape: RouterTape) -> None:
+        rows = [row for row, layer in enumerate(self._decoder.config.moe_layers) if layer in span]
+        loads_ME[rows] += tape.loads()
+
+
+def _nothing(fed: Fed) -> Fed:
+    """A micro-batch without tokens."""
+    rows, device = fed.rows_N[:0], fed.tokens_F.device
+    return Fed(fed.tokens_F[:0], fed.positions_F[:0], PackedPlan([0], device), rows, fed.targets_N[:0])
+
+
+def _note(values_B2: Tensor, place: int, loss: Tensor, uneven: Tensor | None = None) -> None:
+    if place < len(values_B2):
+        values_B2[place, 0] += loss.detach()
+        if uneven is not None:
+            values_B2[place, 1] += uneven.detach()
