@@ -62,28 +62,41 @@ class Attention(nn.Module):
         shape = {"none": None, "head": (2, config.head_dim), "projection": (both,)}[config.qk_norm]
         self.qk_norm = nn.Parameter(torch.empty(shape, **made)) if shape else None
         self.kinds: Tensor  # row of a per-head qk_norm that each query and key head takes
-        kinds = torch.tensor([0] * config.heads + [1] * config.kv_heads, device=device)
-        self.register_buffer("kinds", kinds, persistent=False)
+        self.register_buffer("kinds", None, persistent=False)
+        self.make_buffers(device)
+
+    def make_buffers(self, device: torch.device | str) -> None:
+        """What is computed from the config, not loaded; called anew after `to_empty`."""
+        self.kinds = torch.tensor([0] * self.heads + [1] * self.kv_heads, device=device)
 
     def forward(self, x_TD: Tensor, turn: Rotation, plan: LayerPlan) -> Tensor:
         """`[T, D]` -> `[T, D]`; `turn` holds the tokens' positions."""
+        return linear(self.mixed(x_TD, turn, plan), self.out, self.out_bias)
+
+    def mixed(self, x_TD: Tensor, turn: Rotation, plan: LayerPlan) -> Tensor:
+        """What the heads have to say, side by side `[T, H * d]`, before the projection out."""
         heads, kv_heads = self.heads, self.kv_heads
         qkv = linear(x_TD, self.qkv, self.qkv_bias).view(-1, heads + 2 * kv_heads, self.head_dim)
         qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), 1)
         weight = self.qk_norm
         if weight is not None:
-            qk = self._normed(qk, weight)
+            qk = self.normed(qk, weight)
         if self.clip is not None:
             qk, v = qk.clamp(-self.clip, self.clip), v.clamp(-self.clip, self.clip)
         q, k = rotate(qk, turn).split_with_sizes((heads, kv_heads), 1)
-        return linear(attend(q, k, v, plan).flatten(1), self.out, self.out_bias)
+        return attend(q, k, v, plan).flatten(1)
 
-    def _normed(self, qk: Tensor, weight: Tensor) -> Tensor:
+    def normed(self, qk: Tensor, weight: Tensor) -> Tensor:
+        """Query and key heads `[T, H + G, d]`, normed."""
         if weight.ndim == 2:  # over each head (Qwen3)
             return rms_norm(qk, weight.index_select(0, self.kinds), self.eps)
         sizes = [self.heads, self.kv_heads]  # over the whole projection (OLMoE)
         parts = zip(qk.split_with_sizes(sizes, 1), weight.split([n * self.head_dim for n in sizes]), strict=True)
-        return torch.cat([rms_norm(x.flatten(1), w, self.eps).view_as(x) for x, w in parts], 1)
+        return torch.cat([self.norm_over_heads(x.flatten(1), w).view_as(x) for x, w in parts], 1)
+
+    def norm_over_heads(self, x_TQ: Tensor, weight_Q: Tensor) -> Tensor:
+        """Root-mean-square norm over all heads together."""
+        return rms_norm(x_TQ, weight_Q, self.eps)
 
 
 class PackedPlan:

@@ -76,7 +76,12 @@ class Decoder(nn.Module):
         self.norm = nn.Parameter(torch.empty(config.dim, **made))
         self.lm_head = None if config.tied else nn.Parameter(torch.empty(shape, **fp32))
         self.signed_d: Tensor
-        self.register_buffer("signed_d", frequencies(config).to(device), persistent=False)
+        self.register_buffer("signed_d", None, persistent=False)
+        self.make_buffers(device)
+
+    def make_buffers(self, device: torch.device | str) -> None:
+        """What is computed from the config, not loaded; called anew after `to_empty`."""
+        self.signed_d = frequencies(self.config).to(device)
 
     @property
     def head(self) -> Tensor:

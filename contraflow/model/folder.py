@@ -7,7 +7,7 @@ or holds too little or too much gives a ModelError that names the tensor and the
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from contraflow.errors import ModelError
 from contraflow.model.decoder import Decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.names import Part, parts
+from contraflow.model.reading import TensorFiles
 
 # What lies beside the weights of a model folder and makes it usable for others.
 COMPANIONS = (
@@ -68,30 +69,85 @@ def read_config(folder: Path) -> ModelConfig:
         raise ModelError(f"{file}: {fault}") from None
 
 
-def save_folder(decoder: Decoder, folder: Path, *, shard_bytes: int = 4 << 30) -> None:
-    """Write the model, replacing one that is there. Each file appears whole, the index and config.json last.
+def open_folder(folder: Path) -> TensorFiles:
+    """A folder to read boxes of tensors from, by the parts of `names.parts`.
 
-    Router and head are written in fp32, the rest in the parameters' own dtype. Raises: ModelError.
+    Raises: ModelError for a tensor that is not the model's; those that are missing or misshapen when they are read.
     """
+    config = read_config(folder)
+    known = {part.name for found in parts(config).values() for part in found}
+    where: dict[str, Path] = {}
+    for file, names in _files(folder).items():
+        for name in names or _held(file):
+            where[name] = file
+            if name not in known and not _redundant(name, config):
+                raise ModelError(f"{file}: tensor {name!r} is not part of a {config.family} model of this config")
+    return TensorFiles(where)
+
+
+def save_folder(decoder: Decoder, folder: Path, *, shard_bytes: int = 4 << 30) -> None:
+    """Write the model, replacing one that is there; see `write_folder`."""
+    write_folder(decoder.config, decoder.named_parameters(), folder, shard_bytes=shard_bytes)
+
+
+def write_folder(
+    config: ModelConfig, tensors: Iterable[tuple[str, Tensor]], folder: Path, *, shard_bytes: int = 4 << 30
+) -> None:
+    """Write decoder tensors, by name, as a model folder, replacing one that is there. Raises: ModelError.
+
+    At most `shard_bytes` and one tensor are held at a time. No file appears before all are whole, and the index and
+    config.json come last. Router and head are written in fp32, the rest in the tensors' own dtype.
+    """
+    table, dtype = parts(config), torch.float32
+
+    def on_disk() -> Iterator[tuple[str, Tensor]]:
+        nonlocal dtype
+        for name, whole in tensors:
+            dtype = whole.dtype if name == "norm" else dtype
+            yield from ((part.name, whole[part.index]) for part in table[name])
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        shards = _shards(decoder, shard_bytes)
-        names = [SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
-        weight_map: dict[str, str] = {}
-        for file, shard in zip(names, shards, strict=True):
-            tensors = {name: whole[part.index].detach().cpu().contiguous() for name, (whole, part) in shard.items()}
-            save_file(tensors, folder / f"{file}.partial", metadata={"format": "pt"})
-            os.replace(folder / f"{file}.partial", folder / file)
-            weight_map |= dict.fromkeys(shard, file)
-        for stale in {*folder.glob("model*.safetensors"), folder / INDEX} - {folder / name for name in names}:
+        weight_map, total = write_shards(folder, "model", on_disk(), shard_bytes)
+        for stale in {*folder.glob("model*.safetensors"), folder / INDEX} - {folder / n for n in weight_map.values()}:
             stale.unlink(missing_ok=True)
-        if len(shards) > 1:
-            total = sum(p.nbytes for p in decoder.parameters())
+        if SINGLE not in weight_map.values():
             _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        dtype = str(decoder.norm.dtype).removeprefix("torch.")
-        _write_json(folder / "config.json", decoder.config.to_hf() | {"dtype": dtype})
+        _write_json(folder / "config.json", config.to_hf() | {"dtype": str(dtype).removeprefix("torch.")})
     except (OSError, SafetensorError) as fault:
         raise ModelError(f"could not write the model to {folder}: {fault}") from fault
+
+
+def write_shards(
+    folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int
+) -> tuple[dict[str, str], int]:
+    """Write `stem.safetensors`, or, beyond `shard_bytes`, `stem-00001-of-0000N.safetensors` and so on.
+
+    Gives tensor name -> file name, and the bytes in all. Files get their names when all are written.
+    """
+    files: list[list[str]] = []
+    waiting: dict[str, Tensor] = {}
+    size = total = 0
+
+    def flush() -> None:
+        nonlocal size
+        save_file(waiting, folder / f"{stem}-{len(files)}.partial", metadata={"format": "pt"})
+        files.append(list(waiting))
+        waiting.clear()
+        size = 0
+
+    for name, tensor in tensors:
+        if waiting and size + tensor.nbytes > shard_bytes:
+            flush()
+        waiting[name] = tensor.detach().cpu().contiguous()
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    flush()
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(files):
+        file = f"{stem}.safetensors" if len(files) == 1 else f"{stem}-{index + 1:05d}-of-{len(files):05d}.safetensors"
+        os.replace(folder / f"{stem}-{index}.partial", folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    return weight_map, total
 
 
 def copy_companions(source: Path, target: Path) -> None:
@@ -116,11 +172,16 @@ def _fill(whole: Tensor, part: Part, tensor: Tensor, file: Path) -> None:
 
 
 def _harmless(name: str, tensor: Tensor, decoder: Decoder, wanted: dict[str, Any]) -> bool:
-    """Old checkpoints hold rotary frequencies, and tied ones may hold the embedding twice."""
-    if name.endswith("rotary_emb.inv_freq"):
-        return True
+    """Whether it says nothing new."""
+    if not _redundant(name, decoder.config):
+        return False
     tied = decoder.config.tied and name == "lm_head.weight" and "model.embed_tokens.weight" not in wanted
-    return tied and torch.equal(tensor.to(decoder.embed), decoder.embed)
+    return not name.startswith("lm_head") or (tied and torch.equal(tensor.to(decoder.embed), decoder.embed))
+
+
+def _redundant(name: str, config: ModelConfig) -> bool:
+    """Old checkpoints hold rotary frequencies, and tied ones may hold the embedding twice."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
 
 
 def _files(folder: Path) -> dict[Path, list[str] | None]:
@@ -138,6 +199,14 @@ def _files(folder: Path) -> dict[Path, list[str] | None]:
     return {folder / file: [n for n, f in weight_map.items() if f == file] for file in set(weight_map.values())}
 
 
+def _held(file: Path) -> list[str]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return list(opened.keys())
+    except (SafetensorError, OSError) as fault:
+        raise ModelError(f"{file} is not a whole safetensors file: {fault}") from None
+
+
 def _read(file: Path, names: list[str] | None) -> Iterator[tuple[str, Tensor]]:
     """Tensors of one file, the embedding before a head that may have to equal it."""
     try:
@@ -151,23 +220,6 @@ def _read(file: Path, names: list[str] | None) -> Iterator[tuple[str, Tensor]]:
         raise ModelError(f"{file} is missing, though the index names it") from None
     except (SafetensorError, OSError) as fault:
         raise ModelError(f"{file} is not a whole safetensors file: {fault}") from None
-
-
-def _shards(decoder: Decoder, shard_bytes: int) -> list[dict[str, tuple[Tensor, Part]]]:
-    shards: list[dict[str, tuple[Tensor, Part]]] = [{}]
-    size = 0
-    for name, (whole, part) in _wanted(decoder).items():
-        nbytes = whole[part.index].nbytes
-        if shards[-1] and size + nbytes > shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = (whole, part)
-        size += nbytes
-    return shards
-
-
-def _shard_name(index: int, count: int) -> str:
-    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _json(file: Path) -> dict[str, Any]:

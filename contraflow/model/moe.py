@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from contraflow.dispatch.base import Dispatch, Rows
-from contraflow.dispatch.overlap import OverlapDispatch
+from contraflow.dispatch.base import Dispatch
 from contraflow.model.families import ModelConfig
 from contraflow.model.ops import cast, linear
 from contraflow.model.router import Router, Tape
@@ -45,15 +44,9 @@ class MoE(nn.Module):
     def forward(self, x_TD: Tensor, tape: Tape | None) -> Tensor:
         """`[T, D]` -> `[T, D]`, the sum of each token's experts by router weight."""
         ids_TK, weights_TK = self.router(x_TD, tape)
-        if isinstance(self.dispatch, OverlapDispatch) and not torch.is_grad_enabled():
-            return self.dispatch.mix(x_TD, ids_TK, weights_TK, self._answer)
         rows = self.dispatch.dispatch(x_TD, ids_TK, weights_TK)
-        return self.dispatch.combine(self._answer(rows), rows.handle)
-
-    def _answer(self, rows: Rows[Any]) -> Tensor:
-        """The experts' answers to their rows, times the router's weights: `[R, D]`."""
         answers_RD = self.experts(rows.x_RD, rows.ends_E) * rows.weights_R.unsqueeze(1)
-        return cast(answers_RD, rows.x_RD.dtype)
+        return self.dispatch.combine(cast(answers_RD, x_TD.dtype), rows.handle)
 
     def experts(self, x_RD: Tensor, ends_E: Tensor) -> Tensor:
         """Each expert over its rows; rows past the last end come out undefined."""
