@@ -11,8 +11,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from contraflow.config import Parallel
+from contraflow.dispatch.group import Store
 from contraflow.errors import ConfigError
 from contraflow.parallel.layout import Place, place
 
@@ -36,6 +39,7 @@ class Mesh:
     ep: dist.ProcessGroup
     pp: dist.ProcessGroup
     stage: dist.ProcessGroup  # all ranks of the same pipeline stage
+    store: Store  # what all ranks can read and write
 
     @property
     def first(self) -> bool:
@@ -53,21 +57,22 @@ def open_mesh(parallel: Parallel, *, rank: int, init_method: str, device: torch.
     here = place(rank, parallel)
     if dist.is_initialized():
         raise ConfigError("this process is in a process group already; a process has one mesh")
+    store, _, _ = next(rendezvous(init_method, rank, parallel.ranks))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=init_method,
+        store=PrefixStore("groups", store),
         rank=rank,
         world_size=parallel.ranks,
         timeout=timedelta(seconds=2 * parallel.deadline_s),  # ours is the shorter, and names who is missing
         device_id=device if device.type == "cuda" else None,
     )
     try:
-        yield _mesh(parallel, here, device)
+        yield _mesh(parallel, here, device, store)
     finally:
         dist.destroy_process_group()
 
 
-def _mesh(parallel: Parallel, here: Place, device: torch.device) -> Mesh:
+def _mesh(parallel: Parallel, here: Place, device: torch.device, store: Store) -> Mesh:
     ranks = torch.arange(parallel.ranks)
     places = [place(rank, parallel) for rank in ranks.tolist()]
     stage = ranks.view(parallel.pp, -1)
@@ -93,6 +98,7 @@ def _mesh(parallel: Parallel, here: Place, device: torch.device) -> Mesh:
         ep=experts.get_group("ep"),
         pp=axes.get_group("pp"),
         stage=whole_stage,
+        store=store,
     )
 
 

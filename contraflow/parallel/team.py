@@ -41,9 +41,23 @@ class Team:
         """The sum over all ranks that have something to say; on every rank. `value` has one shape everywhere."""
         if self.mesh is None:
             return value
-        summed = value.detach().clone() if self._speaks else torch.zeros_like(value)
+        return self.sum(value if self._speaks else torch.zeros_like(value))
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over all ranks without exception; on every rank."""
+        if self.mesh is None:
+            return value
+        summed = value.detach().clone()
         dist.all_reduce(summed, group=self.mesh.world)
         return summed
+
+    def words(self, mine: str) -> list[str]:
+        """What every rank has to say, by rank; for people."""
+        if self.mesh is None:
+            return [mine]
+        said = [""] * self.mesh.parallel.ranks
+        dist.all_gather_object(said, mine, group=self.mesh.world)
+        return said
 
     def rows(self, mine_B: Tensor, count: int) -> Tensor:
         """Rows of all `count` micro-batches, in the order of the whole list, from each rank's `[B, ...]` of its own."""

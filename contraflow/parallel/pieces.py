@@ -1,0 +1,106 @@
+"""The piece of each tensor that lies on one rank, after every axis has cut: tp and ep by layout, then FSDP by rows.
+
+Pure: a function of the model, the mesh and the rank. Serves whoever moves tensors between ranks and whole ones, to
+load, save or publish. Does not touch processes or files.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from contraflow.config import Parallel
+from contraflow.model.decoder import Decoder
+from contraflow.model.families import ModelConfig
+from contraflow.model.reading import Box, Range
+from contraflow.parallel.layout import Place, Shard, shards
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`boxes` says which box of the whole tensor lies in which box of the rank's own, of shape `shape`.
+
+    `counted` is true on one of the ranks that hold the same elements: sums over ranks and gathers take its piece.
+    """
+
+    whole: Shape
+    shape: Shape
+    boxes: tuple[tuple[Box, Box], ...]
+    counted: bool
+
+
+def shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Decoder tensor name -> shape of the whole."""
+    return {name: tuple(weight.shape) for name, weight in Decoder(config, device="meta").named_parameters()}
+
+
+def pieces(config: ModelConfig, parallel: Parallel, here: Place, whole: Mapping[str, Shape]) -> dict[str, Piece]:
+    """Decoder tensor name -> what the rank holds of it, in the decoder's order; `whole` is `shapes(config)`.
+
+    Invariant: over all ranks, every element of every tensor is in exactly one counted piece. Raises ConfigError when
+    sizes do not divide.
+    """
+    found = {}
+    for name, shard in shards(config, parallel, here).items():
+        experts = is_expert(config, name)
+        copies = parallel.stage_ranks // parallel.ep if experts else parallel.dp * parallel.cp
+        index = here.edp if experts else here.dp * parallel.cp + here.cp
+        counted = experts or shard is not None or here.tp == 0
+        found[name] = _piece(whole[name], shard, copies, index, counted)
+    return found
+
+
+def is_expert(config: ModelConfig, name: str) -> bool:
+    """Whether the tensor belongs to the experts of a layer: cut by ep, copied over edp."""
+    if not name.startswith("layers.") or not name.endswith(("mlp.gate_up", "mlp.down")):
+        return False
+    return int(name.split(".")[1]) in config.moe_layers
+
+
+def take(whole: Tensor, piece: Piece) -> Tensor:
+    """The rank's part of a whole tensor, a copy."""
+    part = whole.new_empty(piece.shape)
+    for there, here in piece.boxes:
+        part[at(here)] = whole[at(there)]
+    return part
+
+
+def put(whole: Tensor, piece: Piece, part: Tensor) -> None:
+    """Write a rank's part to its place in the whole."""
+    for there, here in piece.boxes:
+        whole[at(there)] = part[at(here)]
+
+
+def at(box: Box) -> tuple[slice, ...]:
+    """A box as an index."""
+    return tuple(slice(start, end) for start, end in box)
+
+
+def chunk(size: int, parts: int, index: int) -> Range:
+    """Part `index` of `range(size)` as FSDP (and `torch.chunk`) cuts it: the last ones may be short or empty."""
+    each = math.ceil(size / parts)
+    return min(index * each, size), min((index + 1) * each, size)
+
+
+def _piece(whole: Shape, shard: Shard | None, copies: int, index: int, counted: bool) -> Piece:
+    shape = list(whole)
+    dim, ranges = (0, ((0, whole[0]),)) if shard is None else (shard.dim, shard.ranges)
+    shape[dim] = sum(end - start for start, end in ranges)
+    low, high = chunk(shape[0], copies, index)
+    shape[0] = high - low
+    boxes, begin = [], 0
+    for start, end in ranges:
+        there, here = [(0, n) for n in whole], [(0, n) for n in shape]
+        if dim == 0:  # what of this range is among the rank's rows
+            lo, hi = max(low, begin), min(high, begin + end - start)
+            there[0], here[0] = (start + lo - begin, start + hi - begin), (lo - low, hi - low)
+        else:
+            there[0] = (low, high)
+            there[dim], here[dim] = (start, end), (begin, begin + end - start)
+        if all(hi > lo for lo, hi in here):
+            boxes.append((tuple(there), tuple(here)))
+        begin += end - start
+    return Piece(whole, tuple(shape), tuple(boxes), counted)
