@@ -5,7 +5,9 @@ budget. Pure functions; nothing is drawn from a global source, and the same inpu
 Does not run a model. Shape letters: L tokens of one episode, T packed tokens, S sequences, G episodes of a group.
 """
 
+import heapq
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +16,8 @@ from contraflow.algo.credit import AdvantageKind, group_advantages
 from contraflow.algo.loss import Reduction, token_shares
 from contraflow.errors import TrainingError
 from contraflow.types import Batch, Bool, Chosen, Episode, Float32, Group, Int32, Int64, Sample, Version
+
+N = TypeVar("N", bound=np.generic)
 
 
 def samples(groups: Sequence[Group], chosen: Sequence[Chosen], *, advantages: AdvantageKind) -> list[list[Sample]]:
@@ -48,16 +52,20 @@ def split(count: int, parts: int, *, seed: Sequence[int]) -> list[Int64]:
     return [part for part in np.array_split(order, parts) if part.size]
 
 
-def pack(chosen: Sequence[Sample], *, tokens_per_batch: int, reduction: Reduction) -> list[Batch]:
+def pack(chosen: Sequence[Sample], *, tokens_per_batch: int, reduction: Reduction, shares: int = 1) -> list[Batch]:
     """Pack one update's samples into micro-batches of at most `tokens_per_batch` tokens.
 
     First fit by falling length, ties in the given order; a sample longer than the budget gets a batch of its own.
     `weights` are shares of the whole update, so the sum of the micro-batch losses is the loss of one large batch.
+
+    For several `shares`, that compute at the same time and wait for each other, the number of micro-batches is a
+    multiple of them, and micro-batches are as even as may be; some are empty when there are too few samples.
     """
     lengths_S = np.array([sample.tokens.size for sample in chosen], np.int64)
     trained_S = np.array([np.count_nonzero(sample.mask) for sample in chosen], np.int64)
     shares_S = token_shares(torch.from_numpy(trained_S), reduction=reduction).numpy().astype(np.float32)
-    return [_batch([chosen[i] for i in bin_], shares_S[bin_]) for bin_ in _first_fit(lengths_S, tokens_per_batch)]
+    bins = _first_fit(lengths_S, tokens_per_batch) if shares == 1 else _evenly(lengths_S, tokens_per_batch, shares)
+    return [_batch([chosen[i] for i in bin_], shares_S[bin_]) for bin_ in bins]
 
 
 def _group_samples(group: Group, floor: Version, kind: AdvantageKind) -> list[Sample]:
@@ -108,18 +116,41 @@ def _first_fit(lengths_S: Int64, budget: int) -> list[list[int]]:
     return bins
 
 
+def _evenly(lengths_S: Int64, budget: int, shares: int) -> list[list[int]]:
+    """The smallest multiple of `shares` bins that longest-first filling of the emptiest keeps within the budget.
+
+    (Graham 1969: at most 4/3 of the best fullest bin.) Fullest first, so that bins used together are alike.
+    """
+    order = np.argsort(-lengths_S, kind="stable").tolist()
+    count = max(1, -(-int(lengths_S.sum()) // (budget * shares))) * shares
+    while True:
+        bins, fill = [list[int]() for _ in range(count)], [(0, place) for place in range(count)]
+        for index in order:
+            size, place = heapq.heappop(fill)
+            bins[place].append(index)
+            heapq.heappush(fill, (size + int(lengths_S[index]), place))
+        if all(size <= budget or len(bins[place]) == 1 for size, place in fill):
+            return [bins[place] for _, place in sorted(fill, key=lambda one: (-one[0], one[1]))]
+        count += shares
+
+
 def _batch(chosen: Sequence[Sample], shares_S: Float32) -> Batch:
     lengths_S = np.array([sample.tokens.size for sample in chosen], np.int32)
     starts = np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths_S, dtype=np.int32)])
-    mask_T: Bool = np.concatenate([sample.mask for sample in chosen])
-    tokens_T: Int32 = np.concatenate([sample.tokens for sample in chosen])
+    mask_T: Bool = _joined([sample.mask for sample in chosen], np.bool_)
+    tokens_T: Int32 = _joined([sample.tokens for sample in chosen], np.int32)
     return Batch(
         tokens=tokens_T,
         positions=np.arange(tokens_T.size, dtype=np.int32) - np.repeat(starts[:-1], lengths_S),
         starts=starts,
         mask=mask_T,
-        behaviour=np.concatenate([sample.behaviour for sample in chosen]),
-        advantages=np.concatenate([sample.advantages for sample in chosen]),
+        behaviour=_joined([sample.behaviour for sample in chosen], np.float32),
+        advantages=_joined([sample.advantages for sample in chosen], np.float32),
         weights=np.where(mask_T, np.repeat(shares_S, lengths_S), np.float32(0)),
-        versions=np.concatenate([sample.versions for sample in chosen]),
+        versions=_joined([sample.versions for sample in chosen], np.int32),
     )
+
+
+def _joined(parts: Sequence[np.ndarray[Any, np.dtype[N]]], kind: type[N]) -> np.ndarray[Any, np.dtype[N]]:
+    """End to end; of no parts, nothing."""
+    return np.concatenate([np.zeros(0, kind), *parts])

@@ -9,9 +9,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from contraflow.errors import CheckpointError, ModelError, TrainingError
+from contraflow.parallel.data import local
+from contraflow.parallel.spread import Spread
+from contraflow.parallel.team import Team
 
 
 class OptimizerSettings(Protocol):
@@ -52,11 +56,17 @@ def warmup(updates: int, *, learning_rate: float, warmup_updates: int) -> float:
 class Optimizer:
     """AdamW (arXiv 1711.05101); weight decay on matrices only.
 
+    A model spread over ranks is moved by each rank where it holds it; the gradient's norm is that of the whole model,
+    every element counted once, so all ranks clip alike and refuse alike.
+
     Invariant: parameters, moments and `updates` change together or not at all.
     """
 
-    def __init__(self, model: nn.Module, settings: OptimizerSettings) -> None:
-        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    def __init__(self, model: nn.Module, settings: OptimizerSettings, spread: Spread | None = None) -> None:
+        self._given = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._named = {name: p if spread is None else _held(p) for name, p in self._given.items()}
+        self._spread = spread
+        self._team = Team(None if spread is None else spread.mesh)
         if strange := [name for name, p in self._named.items() if p.dtype not in (torch.float32, torch.float64)]:
             raise ModelError(
                 f"parameter {strange[0]!r} is not fp32: load the model with dtype=torch.float32 to train it"
@@ -77,13 +87,18 @@ class Optimizer:
 
     def clear(self) -> None:
         """Forget gradients."""
-        self._adamw.zero_grad(set_to_none=True)
+        for parameter in (*self._given.values(), *self._named.values()):
+            parameter.grad = None
 
     def apply(self) -> Applied:
         """Clip and apply the gradients; raises TrainingError, and changes nothing, when one is not finite."""
         settings = self._settings
+        for name, held in self._named.items():
+            given = self._given[name]
+            if given is not held:
+                held.grad = None if given.grad is None else local(given.grad)
         with_grad = [p for p in self._named.values() if p.grad is not None]
-        norm = get_total_norm([p.grad for p in with_grad if p.grad is not None])
+        norm = self._norm()
         grad_norm = float(norm)
         if not torch.isfinite(norm):
             raise TrainingError(f"the gradient of {self._blame()} is not finite (norm {grad_norm})")
@@ -128,6 +143,19 @@ class Optimizer:
                 parameter.copy_(before.parameters[name])
         self.load(before.moments, before.updates)
 
+    def _norm(self) -> Tensor:
+        """Of the whole gradient, whichever ranks hold it."""
+        grads = {name: p.grad for name, p in self._named.items() if p.grad is not None}
+        if self._spread is None or self._spread.mesh is None:
+            return get_total_norm(grads.values())
+        mine = get_total_norm([grad for name, grad in grads.items() if self._spread.counted(name)])
+        return self._team.sum(mine.double().square()).sqrt().float()
+
     def _blame(self) -> str:
-        bad = (n for n, p in self._named.items() if p.grad is not None and not torch.isfinite(p.grad).all())
-        return repr(next(bad, "all parameters together"))
+        bad = (repr(n) for n, p in self._named.items() if p.grad is not None and not torch.isfinite(p.grad).all())
+        return next(filter(None, self._team.words(next(bad, ""))), "all parameters together")
+
+
+def _held(parameter: nn.Parameter) -> nn.Parameter:
+    """The rank's part of a parameter as one of its own, in the same memory: AdamW need not know of meshes."""
+    return nn.Parameter(local(parameter)) if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,135 @@
+"""The trainer's arithmetic on one rank and on many: the same updates, seen as whole tensors."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from contraflow.config import Parallel, Train
+from contraflow.model.decoder import new_decoder
+from contraflow.model.families import ModelConfig
+from contraflow.model.folder import save_folder
+from contraflow.parallel.data import local
+from contraflow.parallel.mesh import open_mesh
+from contraflow.parallel.spread import Spread, load_spread
+from contraflow.parallel.team import Team
+from contraflow.telemetry import Account
+from contraflow.train.batcher import pack
+from contraflow.train.optimizer import Optimizer
+from contraflow.train.update import Updater
+from contraflow.types import Sample
+
+TRAIN = Train(learning_rate=1e-2, warmup_updates=0, clip_norm=0.5)
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "heads": 4,
+        "kv_heads": 2,
+        "experts": 4,
+        "top_k": 2,
+        "expert_ffn": 8,
+        "dense_layers": (1,),
+        "ffn": 12,
+    },
+    "olmoe": {"heads": 4, "kv_heads": 4, "experts": 8, "top_k": 3, "expert_ffn": 16, "attention_bias": True},
+    "qwen3": {"heads": 4, "kv_heads": 4, "ffn": 20, "attention_bias": True, "tied": True},
+}
+
+
+def make_folder(family: str, folder: Path) -> Path:
+    """A random model of that family, odd in its sizes, weights large enough for every gradient to matter."""
+    config = ModelConfig(
+        family=family, vocab=37, dim=16, layers=3, head_dim=8, context=64, norm_eps=1e-5, **MODELS[family]
+    )
+    decoder = new_decoder(config, seed=1, std=0.2)
+    with torch.no_grad():
+        for name, weight in decoder.named_parameters():
+            if name.endswith("bias"):
+                weight.normal_(0.0, 0.2, generator=torch.Generator().manual_seed(len(name)))
+    save_folder(decoder, folder / family)
+    return folder / family
+
+
+def samples(count: int, *, seed: int = 0) -> list[Sample]:
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(count):
+        length = int(rng.integers(2, 20))
+        mask = np.arange(length) >= int(rng.integers(1, length))
+        made.append(
+            Sample(
+                tokens=rng.integers(0, 37, length, dtype=np.int32),
+                mask=mask,
+                behaviour=np.where(mask, -rng.random(length), 0).astype(np.float32),
+                advantages=np.where(mask, rng.normal(), 0).astype(np.float32),
+                versions=np.where(mask, np.int32(0), np.int32(-1)),
+            )
+        )
+    return made
+
+
+def objective(batch, fed, scored):
+    def tensor(values_T):
+        return torch.from_numpy(values_T[batch.mask])
+
+    ratio_N = (scored.logprobs_N - tensor(batch.behaviour)).exp()
+    return -(tensor(batch.weights) * tensor(batch.advantages) * ratio_N).sum()
+
+
+class Seen(NamedTuple):
+    """Of three updates. Tensors are whole, None on ranks other than 0."""
+
+    losses: list[float]
+    balances: list[float]
+    norms: list[float]
+    loads: list[Any]
+    gradient: dict[str, Tensor | None]  # of the first update, after clipping
+    weights: dict[str, Tensor | None]
+    moments: dict[str, Tensor | None]
+
+
+def three_updates(spread: Spread, *, counts: Sequence[int] = (9, 1, 14), budget: int = 40) -> Seen:
+    """Train on random samples; the second update has but one, so that some ranks have nothing."""
+    optimizer = Optimizer(spread.decoder, TRAIN, spread)
+    team = Team(spread.mesh)
+    updater = Updater(spread.decoder, optimizer, Account(lambda: 0.0), balance_weight=0.1, team=team)
+    done, gradient = [], {}
+    for update, count in enumerate(counts):
+        batches = pack(samples(count, seed=update), tokens_per_batch=budget, reduction="token", shares=team.shares)
+        done.append(updater.update(batches, objective))
+        if not gradient:
+            gradient = {n: spread.gather(n, local(p.grad)) for n, p in spread.decoder.named_parameters()}
+    return Seen(
+        losses=[one.loss for one in done],
+        balances=[one.balance for one in done],
+        norms=[one.applied.grad_norm for one in done],
+        loads=[None if one.loads_ME is None else one.loads_ME.tolist() for one in done],
+        gradient=gradient,
+        weights=dict(spread.tensors()),
+        moments={},
+    )
+
+
+def alone(folder: Path) -> Seen:
+    return three_updates(load_spread(folder, None))
+
+
+def on_ranks(store: Any, rank: int, cases: Sequence[tuple[Parallel, Path]], meeting: Path) -> list[Seen]:
+    """Every case in turn, in the same processes."""
+    dist.destroy_process_group()
+    seen = []
+    for index, (parallel, folder) in enumerate(cases):
+        with open_mesh(parallel, rank=rank, init_method=f"file://{meeting}/{index}") as mesh:
+            seen.append(three_updates(load_spread(folder, mesh)))
+    return seen
+
+
+def difference(found: Tensor | None, wanted: Tensor | None) -> float:
+    """Relative, of the whole tensor."""
+    assert found is not None
+    assert wanted is not None
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-12))
