@@ -82,7 +82,9 @@ class Parallel(Section):
     pp: Count = 1  # pipeline stages: the layers; trainer only
     schedule: Literal["1f1b", "interleaved"] = "1f1b"  # of the pipeline; interleaved has two stages a rank
     recompute: Literal["none", "layer"] = "none"  # activations kept, or computed again in the backward pass; trainer
-    dispatch: Literal["auto", "per_expert", "all_to_all", "hierarchical", "deepep"] = "auto"  # see docs/dispatch.md
+    dispatch: Literal["auto", "per_expert", "all_to_all", "hierarchical", "overlapped", "deepep"] = (
+        "auto"  # see docs/dispatch.md
+    )
     domain_ranks: Annotated[int, Field(ge=0)] = 0  # ranks joined by NVLink; 0: those of one host
     wire: Literal["same", "bf16", "fp8"] = "same"  # precision of tokens on their way to experts
     deadline_s: Seconds = 60.0  # a rank that does not take part in an exchange by then is named and ends the run

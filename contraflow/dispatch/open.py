@@ -10,11 +10,12 @@ import torch
 from contraflow.dispatch.base import Dispatch
 from contraflow.dispatch.exchange import Links
 from contraflow.dispatch.local import LocalDispatch
+from contraflow.dispatch.overlap import OverlapDispatch
 from contraflow.dispatch.spread import SpreadDispatch
 from contraflow.dispatch.wire import Wire
 from contraflow.errors import DispatchError
 
-KINDS = ("per_expert", "all_to_all", "hierarchical", "deepep")
+KINDS = ("per_expert", "all_to_all", "hierarchical", "overlapped", "deepep")
 
 
 def open_dispatch(
@@ -38,6 +39,13 @@ def open_dispatch(
         kind = "hierarchical" if links.topology.count > 1 else "all_to_all"
     if kind not in KINDS:
         raise DispatchError(f"dispatch {kind!r} is not known; known are auto, {', '.join(KINDS)}")
-    return SpreadDispatch(
-        links, experts=experts, kind=kind, wire=wire, max_tokens=max_tokens, capacity=capacity, device=device
+    spread = SpreadDispatch(
+        links,
+        experts=experts,
+        kind="hierarchical" if kind == "overlapped" else kind,
+        wire=wire,
+        max_tokens=max_tokens,
+        capacity=capacity,
+        device=device,
     )
+    return OverlapDispatch(spread) if kind == "overlapped" else spread

@@ -73,46 +73,55 @@ class SpreadDispatch:
         self.held = experts // ranks
         self.wire: w.Wire = wire
         self.max_tokens = max_tokens
-        self._hops = _hops(links, kind, experts, capacity, torch.device(device))
+        self.hops = _hops(links, kind, experts, capacity, torch.device(device))
         self._local = LocalDispatch(self.held)
 
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Rows[Journey]:
         """See `Dispatch.dispatch`. On a CPU ids out of range are refused; on a GPU they are trusted."""
-        check_pairs(x_TD, expert_ids_TK, weights_TK)
-        self._check_inputs(expert_ids_TK)
+        self.check_inputs(x_TD, expert_ids_TK, weights_TK)
         tokens, token_P = x_TD.shape[0], None
         if self.kind == "per_expert":
             token_P, ids, weights = _pairs(expert_ids_TK, weights_TK)
             x = x_TD.index_select(0, token_P)
         else:
             x, ids, weights = x_TD, expert_ids_TK, weights_TK
-        x_MD, weights_MK, ids_MK, trips = _Out.apply(x, weights, ids, self._hops, self.wire)  # type: ignore[no-untyped-call]
-        first = self.links.rank * self.held
-        mine_MK = torch.where((ids_MK >= first) & (ids_MK < first + self.held), ids_MK - first, -1)
-        rows = self._local.dispatch(x_MD, mine_MK, weights_MK)
+        x_MD, weights_MK, ids_MK, trips = _Out.apply(x, weights, ids, self.hops, self.wire)  # type: ignore[no-untyped-call]
+        rows = self.local_rows(x_MD, ids_MK, weights_MK)
         return Rows(rows.x_RD, rows.weights_R, rows.ends_E, Journey(trips, rows.handle, token_P, tokens))
 
     def combine(self, y_RD: Tensor, handle: Journey) -> Tensor:
         """See `Dispatch.combine`."""
         if handle.used:
             raise DispatchError("this dispatch handle was combined before; dispatch again")
-        y_MD = self._local.combine(y_RD, handle.places)
+        y_MD = self.local_sum(y_RD, handle.places)
         handle.used = True
-        y_ND: Tensor = _Home.apply(y_MD, handle.trips, self._hops, w.back_wire(self.wire))  # type: ignore[no-untyped-call]
+        y_ND: Tensor = _Home.apply(y_MD, handle.trips, self.hops, w.back_wire(self.wire))  # type: ignore[no-untyped-call]
         if handle.token_P is None:
             return y_ND
         return y_ND.new_zeros(handle.tokens, y_ND.shape[1]).index_add(0, handle.token_P, y_ND)
 
     def check(self) -> None:
         """Raise DispatchError if a fixed-capacity call lost rows since the last look. Waits for the device."""
-        for hop in self._hops:
+        for hop in self.hops:
             hop.check()
 
     def close(self) -> None:
         """Let go of what was opened; never waits for other ranks."""
         self.links.close()
 
-    def _check_inputs(self, ids_TK: Tensor) -> None:
+    def local_rows(self, x_MD: Tensor, ids_MK: Tensor, weights_MK: Tensor) -> Rows[Places]:
+        """Copies that have arrived, sorted by the experts held here; ids of other ranks' experts count as none."""
+        first = self.links.rank * self.held
+        mine_MK = torch.where((ids_MK >= first) & (ids_MK < first + self.held), ids_MK - first, -1)
+        return self._local.dispatch(x_MD, mine_MK, weights_MK)
+
+    def local_sum(self, y_RD: Tensor, places: Places) -> Tensor:
+        """Answers of the experts held here, summed for each copy that had arrived."""
+        return self._local.combine(y_RD, places)
+
+    def check_inputs(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
+        """Raise DispatchError, before anything is sent, for what cannot be dispatched."""
+        check_pairs(x_TD, ids_TK, weights_TK)
         tokens = ids_TK.shape[0]
         if self.max_tokens is not None and tokens > self.max_tokens:
             raise DispatchError(

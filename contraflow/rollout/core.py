@@ -13,8 +13,10 @@ from contraflow.config import Engine as EngineSection
 from contraflow.errors import ConfigError, EngineError
 from contraflow.model.blocks import BlockPool
 from contraflow.model.decoder import Decoder
+from contraflow.model.families import ModelConfig
 from contraflow.rollout.engine import EngineReport, check_request, spans_of
 from contraflow.rollout.passes import Passes
+from contraflow.rollout.peers import Alone, Peers
 from contraflow.rollout.schedule import Scheduler, Sequence
 from contraflow.rollout.swap import LiveWeights
 from contraflow.telemetry import Account, Clock
@@ -27,10 +29,20 @@ class EngineCore:
     """A decoder, its cache and its sequences, one step at a time.
 
     Invariant: every submitted sequence gives exactly one outcome. `version` is what the weights are whenever a step
-    runs. The account's cause is "idle" between calls.
+    runs. The account's cause is "idle" between calls. Of an engine spread over ranks this is one rank's part, and
+    `step` and `swap` are collective.
     """
 
-    def __init__(self, decoder: Decoder, section: EngineSection, *, clock: Clock, version: Version | None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        section: EngineSection,
+        *,
+        clock: Clock,
+        version: Version | None,
+        peers: Peers | None = None,
+    ) -> None:
+        """`peers` are the other ranks that `decoder` is a part of a model with; None: it is whole."""
         blocks = section.kv_tokens // section.block_tokens
         if blocks < 1:
             raise ConfigError(
@@ -44,6 +56,7 @@ class EngineCore:
         self.version = version
         self.account = Account(clock, "idle")
         self._clock = clock
+        self._peers = peers or Alone()
         self._pool = BlockPool(blocks, section.block_tokens)
         self._scheduler = Scheduler(
             self._pool, max_sequences=section.max_sequences, prefill_tokens=section.prefill_tokens
@@ -58,9 +71,27 @@ class EngineCore:
         self._longest_stall_s = 0.0
 
     @property
+    def config(self) -> ModelConfig:
+        """The whole model's."""
+        return self._passes.decoder.config
+
+    @property
+    def weights(self) -> Mapping[str, Tensor]:
+        """What this rank computes with, by name. Only `swap` writes to it."""
+        return self._weights.live
+
+    @property
     def busy(self) -> bool:
         """Whether a step has anything to do."""
         return bool(self._sequences)
+
+    @property
+    def patience_s(self) -> float | None:
+        """Without requests nothing is due."""
+        return None
+
+    def beat(self) -> None:
+        """Nothing to do."""
 
     def check(self, request: Request) -> None:
         """Raise EngineError if this engine could never answer. Reads nothing that changes: any thread may call it."""
@@ -120,9 +151,10 @@ class EngineCore:
         account.switch("schedule")
         self._grow()
         plan = scheduler.plan(self.version)
-        if plan.chunks:
+        prefill, decode = self._peers.passes(bool(plan.chunks), bool(plan.ready or self._rows.count))
+        if prefill:
             account.switch("prefill")
-            passes.prefill(plan.chunks)
+            passes.prefill(plan.chunks) if plan.chunks else passes.idle()
             self._fed_tokens += sum(chunk.end - chunk.start for chunk in plan.chunks)
         if plan.copies:
             passes.copy(plan.copies)
@@ -130,10 +162,13 @@ class EngineCore:
         scheduler.settle()
         if self._rows.count:
             account.switch("decode")
-            sampled_2B = passes.decode()
+            sampled_2B = self._peers.sampled(passes.decode())
             account.switch("schedule")
             self._tokens += self._rows.count
             self._finish(self._rows.advance(sampled_2B))
+        elif decode:
+            account.switch("decode")
+            passes.idle()
         self._steps += 1
         account.switch("idle")
 
@@ -142,7 +177,7 @@ class EngineCore:
         start = self._clock()
         try:
             with self.account.charge("swap"):
-                self._weights.load(tensors, probe)
+                self._weights.load(tensors, probe, self._peers.consent)
                 self._flip(version)
         finally:
             stall = self._clock() - start

@@ -1,12 +1,13 @@
 """Our own engine: a decoder behind the generation seam, continuously batched over a paged KV cache.
 
 The computing is `core.py` (what a step does), `schedule.py` (who is in it), `rows.py`, `passes.py` and `sampling.py`
-(how it is computed), `swap.py` (new weights). This file is the seam: futures in front, a stepper behind.
+(how it is computed), `swap.py` (new weights). This file is the seam: futures in front, a stepper behind. `gang.py` puts
+a core that is spread over ranks behind the same seam.
 """
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -15,31 +16,39 @@ from contraflow.errors import EngineError
 from contraflow.model.decoder import Decoder
 from contraflow.rollout.core import EngineCore
 from contraflow.rollout.engine import EngineReport
-from contraflow.rollout.stepping import InlineStepper, Stepper, ThreadStepper
+from contraflow.rollout.stepping import InlineStepper, Stepper, ThreadStepper, Work
 from contraflow.telemetry import Clock
 from contraflow.types import Completion, Probe, Request, Version
 
 
-class NativeEngine:
-    """An `Engine`. It owns the decoder from here on: weights change only through `swap`.
+class Core(Work, Protocol):
+    """What computes: see `EngineCore`. Commands and steps run on one thread; `check` and `report` on any."""
 
-    Args: `stepping` "thread" runs steps on a thread of its own, "inline" in the caller's loop, deterministically;
-    `version` what the decoder's weights are, if they may be served as they are.
+    @property
+    def version(self) -> Version | None: ...
+
+    def check(self, request: Request) -> None: ...
+
+    def submit(self, request: Request, waiter: object) -> None: ...
+
+    def abort(self, ids: Sequence[str]) -> None: ...
+
+    def swap(self, version: Version, tensors: Mapping[str, Tensor], probe: Probe) -> float: ...
+
+    def report(self) -> EngineReport: ...
+
+
+class CoreEngine:
+    """An `Engine` in front of a core.
+
+    Args: `stepping` "thread" runs steps on a thread of its own, "inline" in the caller's loop, deterministically.
 
     Invariant: an id is in `_ids` while its `generate` runs; every such call ends with one outcome of the core.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        section: EngineSection,
-        *,
-        clock: Clock,
-        stepping: Literal["thread", "inline"] = "thread",
-        version: Version | None = None,
-    ) -> None:
-        self._core = EngineCore(decoder, section, clock=clock, version=version)
-        self._stepper: Stepper = ThreadStepper(self._core) if stepping == "thread" else InlineStepper(self._core)
+    def __init__(self, core: Core, stepping: Literal["thread", "inline"]) -> None:
+        self._core = core
+        self._stepper: Stepper = ThreadStepper(core) if stepping == "thread" else InlineStepper(core)
         self._ids: set[str] = set()
         self._closed = False
 
@@ -90,3 +99,21 @@ class NativeEngine:
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise EngineError("the engine is closed")
+
+
+class NativeEngine(CoreEngine):
+    """An `Engine` of one process. It owns the decoder from here on: weights change only through `swap`.
+
+    `version` is what the decoder's weights are, if they may be served as they are.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        section: EngineSection,
+        *,
+        clock: Clock,
+        stepping: Literal["thread", "inline"] = "thread",
+        version: Version | None = None,
+    ) -> None:
+        super().__init__(EngineCore(decoder, section, clock=clock, version=version), stepping)

@@ -101,6 +101,12 @@ class Passes:
         self._forward(tokens, positions, PagedPlan(self.cache, tables, lengths, slots, queries), slots)
 
     @torch.inference_mode()
+    def idle(self) -> None:
+        """Take part, with no tokens, in a pass that other ranks have tokens for."""
+        none_T = torch.zeros(0, dtype=torch.int64, device=self.device)
+        self.decoder(none_T, none_T, _Nobody())
+
+    @torch.inference_mode()
     def copy(self, pairs: Rows[tuple[int, int]]) -> None:
         """Copy whole blocks, K/V and experts: all sources are read before any destination is written."""
         source, target = torch.tensor(pairs, dtype=torch.int64, device=self.device).T
@@ -206,3 +212,13 @@ class Passes:
         dtype = torch.uint8 if config.experts <= 256 else torch.int16
         shape = (self.cache.blocks, section.block_tokens, len(config.moe_layers), config.top_k)
         return torch.zeros(shape, dtype=dtype, device=self.device)
+
+
+class _Nobody:
+    """The plan of a pass without tokens: nobody attends to anything."""
+
+    def layer(self, index: int) -> "_Nobody":
+        return self
+
+    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        return q_THd

@@ -8,7 +8,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -26,7 +26,14 @@ class Work(Protocol):
     @property
     def busy(self) -> bool: ...
 
+    @property
+    def patience_s(self) -> float | None:
+        """How long it may be left without a step before `beat` is due; None: for ever."""
+        ...
+
     def step(self) -> None: ...
+
+    def beat(self) -> None: ...
 
     def fail(self, error: EngineError) -> None: ...
 
@@ -106,7 +113,11 @@ class ThreadStepper:
     def _obey(self) -> bool:
         """Run all commands there are, waiting for one if there is no step to do; False once it is time to stop."""
         while not (self._work.busy and self._inbox.empty()):
-            commands = self._inbox.get()
+            try:
+                commands = self._inbox.get(timeout=self._work.patience_s)
+            except Empty:
+                self._work.beat()
+                continue
             if commands is None:
                 return False
             for command in commands:

@@ -3,7 +3,7 @@
 Takes tensors by name and a probe. The storage of the weights never moves. Knows nothing of requests or the KV cache.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -20,35 +20,37 @@ class LiveWeights:
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._live: dict[str, Tensor] = dict(decoder.state_dict())  # aliases of the parameters' storage
+        self.live: dict[str, Tensor] = dict(decoder.state_dict())  # aliases of the parameters' storage
         self._loaded: Mapping[str, Tensor] | None = None
 
-    def load(self, tensors: Mapping[str, Tensor], probe: Probe) -> None:
-        """Make the decoder compute with `tensors`, and prove it.
+    def load(self, tensors: Mapping[str, Tensor], probe: Probe, consent: Callable[[CarrierError | None], None]) -> None:
+        """Make the decoder compute with `tensors`, and prove it. Collective over the ranks that share the model.
 
-        Raises: CarrierError before anything is touched if names or shapes differ; CarrierError if the proof fails,
-        after what was there before is back.
+        `consent` is told what is wrong here, if anything, and raises CarrierError if any rank has something: all ranks
+        load, or none. Raises: CarrierError before anything is touched if names or shapes differ; CarrierError if the
+        proof fails, after what was there before is back.
         """
-        self._check(tensors)
+        consent(_fault_of(lambda: self._check(tensors)))
         previous = self._loaded
         if previous is None:  # only once: nobody else holds the weights that the decoder came with
-            previous = {name: tensor.clone() for name, tensor in self._live.items()}
+            previous = {name: tensor.clone() for name, tensor in self.live.items()}
         try:
             self._copy(tensors)
-            check_probe(probe, probe_logprobs(self._decoder, probe.prompts))
+            given = probe_logprobs(self._decoder, probe.prompts)
+            consent(_fault_of(lambda: check_probe(probe, given)))
         except BaseException:
             self._copy(previous)
             raise
         self._loaded = tensors
 
     def _check(self, tensors: Mapping[str, Tensor]) -> None:
-        missing, surplus = self._live.keys() - tensors.keys(), tensors.keys() - self._live.keys()
+        missing, surplus = self.live.keys() - tensors.keys(), tensors.keys() - self.live.keys()
         if missing or surplus:
             raise CarrierError(
                 f"the version does not fit the model: missing {sorted(missing) or 'none'}, "
                 f"not of this model {sorted(surplus) or 'none'}"
             )
-        for name, live in self._live.items():
+        for name, live in self.live.items():
             if tensors[name].shape != live.shape:
                 raise CarrierError(
                     f"tensor {name!r} has shape {list(tensors[name].shape)}, the model's is {list(live.shape)}"
@@ -56,5 +58,13 @@ class LiveWeights:
 
     @torch.no_grad()
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, live in self._live.items():
+        for name, live in self.live.items():
             live.copy_(tensors[name], non_blocking=True)
+
+
+def _fault_of(check: Callable[[], None]) -> CarrierError | None:
+    try:
+        check()
+    except CarrierError as fault:
+        return fault
+    return None

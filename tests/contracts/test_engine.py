@@ -1,9 +1,9 @@
-"""What every engine does, held against each: the native one (both ways of stepping) and the scripted twin."""
+"""What every engine does, held against each: the native one (both ways of stepping, and over ranks) and the twin."""
 
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from contraflow.config import Engine as EngineSection
+from contraflow.config import Parallel
 from contraflow.errors import CarrierError, EngineError
 from contraflow.model.decoder import new_decoder
 from contraflow.model.families import ModelConfig
@@ -21,6 +22,7 @@ from contraflow.rollout.native import NativeEngine
 from contraflow.rollout.scripted import ScriptedEngine
 from contraflow.types import Probe, Request, Span, StopReason, Version
 from contraflow.weights.probe import make_probe, probe_prompts
+from tests.rollout.gangs import Gang, Spec
 
 V1, V2, V3 = Version(1, 1), Version(1, 2), Version(1, 3)
 CONTEXT, VOCAB = 256, 24
@@ -51,18 +53,34 @@ class Lab:
     torn: Callable[[int], Release]  # weights that the probe is not of
 
 
+def section_of(policy: Policy, **parallel: Any) -> EngineSection:
+    keys: dict[str, Any] = {"context_tokens": CONTEXT, "kv_tokens": 2048, "block_tokens": 8, "routes": True}
+    return EngineSection(**keys, on_refresh=policy, parallel=Parallel(**parallel))
+
+
 def native(stepping: Literal["thread", "inline"]) -> Lab:
     def make(policy: Policy, version: Version | None) -> Engine:
-        section = EngineSection(context_tokens=CONTEXT, kv_tokens=2048, block_tokens=8, on_refresh=policy, routes=True)
         decoder = new_decoder(CONFIG, seed=0, std=0.3)
-        return NativeEngine(decoder, section, clock=time.perf_counter, stepping=stepping, version=version)
+        return NativeEngine(decoder, section_of(policy), clock=time.perf_counter, stepping=stepping, version=version)
 
+    return Lab(make, *releases())
+
+
+def spread(gang: Gang) -> Lab:
+    def make(policy: Policy, version: Version | None) -> Engine:
+        section = section_of(policy, dp=2, deadline_s=10.0)
+        return gang.engine(Spec(CONFIG, section, seed=0, std=0.3, version=version))
+
+    return Lab(make, *releases())
+
+
+def releases() -> tuple[Callable[[int], Release], Callable[[int], Release]]:
     def good(seed: int) -> Release:
         decoder = new_decoder(CONFIG, seed=seed, std=0.3)
         prompts = probe_prompts(VOCAB, prompts=3, tokens=9, seed=seed)
         return dict(decoder.state_dict()), make_probe(decoder, prompts, 1e-3)
 
-    return Lab(make, good, lambda seed: (good(seed)[0], good(seed + 1)[1]))
+    return good, lambda seed: (good(seed)[0], good(seed + 1)[1])
 
 
 def scripted() -> Lab:
@@ -95,9 +113,16 @@ def scripted() -> Lab:
 LABS = {"native-thread": native("thread"), "native-inline": native("inline"), "scripted": scripted()}
 
 
-@pytest.fixture(params=LABS)
+@pytest.fixture(scope="module")
+def gang() -> Iterator[Gang]:
+    two = Gang(2)
+    yield two
+    two.close()
+
+
+@pytest.fixture(params=[*LABS, "native-gang"])
 def lab(request: pytest.FixtureRequest) -> Lab:
-    return LABS[request.param]
+    return LABS.get(request.param) or spread(request.getfixturevalue("gang"))
 
 
 @asynccontextmanager

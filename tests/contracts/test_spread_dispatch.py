@@ -313,7 +313,7 @@ def test_a_rank_that_skips_a_layer_is_noticed_and_not_mixed_up() -> None:
 def test_with_a_capacity_a_skipped_layer_sets_a_flag() -> None:
     def work(links: Links) -> None:
         dispatch = open_dispatch("all_to_all", links, experts=2, capacity=4)
-        dispatch._hops[0]._calls += links.rank  # as if it had been in one exchange more
+        dispatch.hops[0]._calls += links.rank  # as if it had been in one exchange more
         rows = dispatch.dispatch(torch.ones(1, 3), torch.tensor([[1]]), torch.ones(1, 1))
         dispatch.combine(rows.x_RD, rows.handle)
         with pytest.raises(DispatchError, match="skipped or repeated a layer"):

@@ -1,0 +1,101 @@
+"""A version's whole tensors on the leader become each rank's parts, over the process group.
+
+Takes whole tensors by name (leader) and what a rank holds; gives the rank's new parts. Does not load or prove them.
+"""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from contraflow.errors import CarrierError
+from contraflow.model.decoder import Decoder
+from contraflow.model.families import ModelConfig
+from contraflow.parallel.layout import Shard, cut, place, shards
+from contraflow.parallel.mesh import Mesh
+
+BUCKET_BYTES = 16 << 20  # of one rank's parts that travel together: a message for each tensor would cost more
+_ALIGNMENT = 16
+
+
+def whole_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """Shape of each of the model's tensors, whole."""
+    return {name: tensor.shape for name, tensor in Decoder(config, device="meta").state_dict().items()}
+
+
+def check_whole(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
+    """Raise CarrierError unless these are the model's tensors, whole."""
+    missing, surplus = shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys()
+    if missing or surplus:
+        raise CarrierError(
+            f"the version does not fit the model: missing {sorted(missing) or 'none'}, "
+            f"not of this model {sorted(surplus) or 'none'}"
+        )
+    for name, shape in shapes.items():
+        if tensors[name].shape != shape:
+            raise CarrierError(f"tensor {name!r} has shape {list(tensors[name].shape)}, the model's is {list(shape)}")
+
+
+def share_parts(
+    whole: Mapping[str, Tensor] | None,
+    held: Mapping[str, Tensor],
+    *,
+    config: ModelConfig,
+    mesh: Mesh,
+) -> dict[str, Tensor]:
+    """New tensors of the names, shapes, dtypes and device of `held`, this rank's parts. Collective over the mesh.
+
+    `whole`, checked by `check_whole`, is given by rank 0 and is None elsewhere.
+    """
+    parallel = mesh.parallel
+    ranks = [shards(config, parallel, place(rank, parallel)) for rank in range(parallel.ranks)]
+    parts: dict[str, Tensor] = {}
+    for names in _buckets(held):
+        received = _empty(held, names)
+        sent = None
+        if whole is not None:
+            sent = [_packed(whole, held, names, cuts) for cuts in ranks]
+        dist.scatter(received, sent, group=mesh.world, group_src=0)
+        parts |= _unpacked(received, held, names)
+    return parts
+
+
+def _buckets(held: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    names: list[str] = []
+    size = 0
+    for name, tensor in held.items():
+        if names and size + _room(tensor) > BUCKET_BYTES:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += _room(tensor)
+    yield names
+
+
+def _packed(
+    whole: Mapping[str, Tensor], held: Mapping[str, Tensor], names: list[str], cuts: Mapping[str, Shard | None]
+) -> Tensor:
+    """The bytes of one rank's parts of these tensors, on the device of what is held."""
+    packed = _empty(held, names)
+    for name, target in _unpacked(packed, held, names).items():
+        target.copy_(cut(whole[name], cuts[name]))
+    return packed
+
+
+def _empty(held: Mapping[str, Tensor], names: list[str]) -> Tensor:
+    return torch.empty(sum(_room(held[name]) for name in names), dtype=torch.uint8, device=held[names[0]].device)
+
+
+def _unpacked(data_B: Tensor, held: Mapping[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+    """Views of packed bytes, tensor by tensor."""
+    views, at = {}, 0
+    for name in names:
+        like = held[name]
+        views[name] = data_B[at : at + like.nbytes].view(like.dtype).view(like.shape)
+        at += _room(like)
+    return views
+
+
+def _room(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT

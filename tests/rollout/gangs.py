@@ -1,0 +1,106 @@
+"""Engines over several ranks for tests: this process leads, processes of `python -m tests.rollout.gangs` follow.
+
+They are started once and serve one engine after another, each over a process group of its own.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+
+from contraflow.config import Engine as EngineSection
+from contraflow.model.decoder import Decoder, new_decoder
+from contraflow.model.families import ModelConfig
+from contraflow.rollout.follow import follow
+from contraflow.rollout.gang import GangEngine
+from contraflow.rollout.spread import Seat, led_engine, seated_core, take_seat
+from contraflow.runtime.base import Rendezvous
+from contraflow.types import Version
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """An engine of a random model."""
+
+    config: ModelConfig
+    section: EngineSection
+    seed: int = 1
+    std: float = 0.2
+    version: Version | None = None
+
+    def text(self, rank: int, meeting: str) -> str:
+        fields = dataclasses.asdict(self.config)
+        section = self.section.model_dump(mode="json")
+        version = None if self.version is None else [self.version.line, self.version.n]
+        return json.dumps([fields, section, self.seed, self.std, version, rank, meeting])
+
+
+def read(text: str) -> tuple[Spec, Rendezvous]:
+    fields, section, seed, std, version, rank, meeting = json.loads(text)
+    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    checked = EngineSection.model_validate(section)
+    spec = Spec(ModelConfig(**fields), checked, seed, std, version and Version(*version))
+    return spec, Rendezvous(rank, checked.parallel.ranks, meeting)
+
+
+def part_of(spec: Spec, seat: Seat) -> Decoder:
+    """This rank's part of the spec's model."""
+    return new_decoder(spec.config, seed=spec.seed, std=spec.std)
+
+
+class Gang:
+    """`ranks - 1` followers."""
+
+    def __init__(self, ranks: int) -> None:
+        command = [sys.executable, "-m", "tests.rollout.gangs"]
+        self.followers = [subprocess.Popen(command, stdin=subprocess.PIPE, text=True) for _ in range(ranks - 1)]
+        self.broken: list[str] = []  # what engines said of their ranks
+        self._folder = tempfile.TemporaryDirectory()
+        self._engines = 0
+
+    def engine(self, spec: Spec) -> GangEngine:
+        """An engine over `spec.section.parallel.ranks` ranks, led from here."""
+        self._engines += 1
+        meeting = f"file://{self._folder.name}/{self._engines}"
+        for rank in range(1, spec.section.parallel.ranks):
+            stdin = self.followers[rank - 1].stdin
+            assert stdin is not None
+            stdin.write(spec.text(rank, meeting) + "\n")
+            stdin.flush()
+        seat = take_seat(spec.section, Rendezvous(0, spec.section.parallel.ranks, meeting))
+        core = seated_core(part_of(spec, seat), spec.section, seat, clock=time.perf_counter, version=spec.version)
+        return led_engine(core, seat, clock=time.perf_counter, on_broken=self.broken.append)
+
+    def close(self) -> None:
+        """End the followers."""
+        for follower in self.followers:
+            assert follower.stdin is not None
+            follower.stdin.close()
+        for follower in self.followers:
+            try:
+                follower.wait(10)
+            except subprocess.TimeoutExpired:
+                follower.kill()
+                follower.wait()
+        self._folder.cleanup()
+
+
+def main() -> None:
+    """Follow, one engine after another, until standard input ends."""
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        spec, rendezvous = read(line)
+        seat = take_seat(spec.section, rendezvous)
+        try:
+            core = seated_core(part_of(spec, seat), spec.section, seat, clock=time.perf_counter, version=spec.version)
+            follow(core, seat.star, seat.mesh)
+        finally:
+            seat.leave()
+
+
+if __name__ == "__main__":
+    main()
