@@ -51,12 +51,20 @@ class Placed(Generic[H]):
         return taken
 
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Rows[H]:
-        """See `Dispatch.dispatch`; rows are sorted by slot."""
+        """See `Dispatch.dispatch`; rows are sorted by slot. On a CPU ids out of range are refused."""
         check_pairs(x_TD, expert_ids_TK, weights_TK)
         ids_N = expert_ids_TK.reshape(-1)
+        if len(ids_N) and not ids_N.is_cuda:
+            self._check_ids(*ids_N.aminmax())
         self.loads_E.scatter_add_(0, ids_N.clamp_min(0), (ids_N >= 0).to(torch.int64))
         return self._inner.dispatch(x_TD, to_slots(expert_ids_TK, self._table, turn=self._turn), weights_TK)
 
     def combine(self, y_RD: Tensor, handle: H) -> Tensor:
         """See `Dispatch.combine`."""
         return self._inner.combine(y_RD, handle)
+
+    def _check_ids(self, low: Tensor, high: Tensor) -> None:
+        experts = len(self.loads_E)
+        if low < -1 or high >= experts:
+            stray = int(low) if low < -1 else int(high)
+            raise DispatchError(f"expert id {stray} is not in [-1, {experts}), the logical experts")

@@ -123,6 +123,13 @@ def test_a_table_of_other_sizes_is_refused() -> None:
         placed.use(contiguous(Sizes(experts=4, ranks=2, slots=2, domain_ranks=1)).table(0))
 
 
+@pytest.mark.parametrize("stray", [-2, 4])
+def test_ids_of_no_logical_expert_are_refused_though_there_is_such_a_slot(stray: int) -> None:
+    placed = Placed(LocalDispatch(6), contiguous(Sizes(experts=4, ranks=2, slots=3, domain_ranks=1)).table(0))
+    with pytest.raises(DispatchError, match=rf"expert id {stray} is not in \[-1, 4\)"):
+        placed.dispatch(torch.ones(1, DIM), torch.tensor([[0, stray]]), torch.ones(1, 2))
+
+
 def test_a_table_is_copied_and_a_dispatch_can_be_used_inside_and_outside_inference_mode() -> None:
     table = contiguous(Sizes(experts=2, ranks=1, slots=2, domain_ranks=1)).table(0)
     placed = Placed(LocalDispatch(2), table)
