@@ -11,6 +11,8 @@ from torch import Tensor
 
 from contraflow.dispatch.base import Dispatch
 from contraflow.dispatch.local import LocalDispatch
+from contraflow.dispatch.placed import Placed
+from contraflow.dispatch.placement import Sizes, contiguous
 from contraflow.dispatch.reference import ReferenceDispatch
 from contraflow.errors import DispatchError
 
@@ -19,7 +21,12 @@ FORMS: dict[str, Callable[[int], Dispatch[Any]]] = {
     "reference": ReferenceDispatch,
     "local exact": LocalDispatch,
     "local fixed": lambda experts: LocalDispatch(experts, capacity=1000),
+    "placed": lambda experts: Placed(LocalDispatch(experts), contiguous(one_rank(experts)).table(0)),
 }
+
+
+def one_rank(experts: int) -> Sizes:
+    return Sizes(experts=experts, ranks=1, slots=experts, domain_ranks=1)
 
 
 @pytest.fixture(params=FORMS)

@@ -6,23 +6,29 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from contraflow.dispatch.base import Dispatch
+from contraflow.dispatch.domains import Topology
+from contraflow.dispatch.exchange import Links
 from contraflow.dispatch.local import LocalDispatch
+from contraflow.dispatch.open import open_dispatch
 from contraflow.dispatch.placed import Placed
 from contraflow.dispatch.placement import Placement, Sizes, contiguous, place, place_experts
 from contraflow.dispatch.reference import ReferenceDispatch
+from contraflow.dispatch.virtual import VirtualWorld
 from contraflow.errors import DispatchError
 from contraflow.model.attention import PackedPlan
 from contraflow.model.decoder import Decoder
 from contraflow.model.folder import load_folder
 from contraflow.model.moe import MoE
 from contraflow.model.router import RouterTape
+from tests.dispatch.mixture import Case, Seen, check, dense, make_case, pull_of, through
 
 DIM = 3
+SPREAD = ("per_expert", "all_to_all", "hierarchical")
 INNER: dict[str, Callable[[int], Dispatch[Any]]] = {
     "reference": ReferenceDispatch,
     "local exact": LocalDispatch,
@@ -46,18 +52,9 @@ def mixtures(draw: st.DrawFn) -> tuple[Placement, Tensor, list[Tensor]]:
     return place(loads_ME, size)[0], ids_TK, leaves
 
 
-def through(dispatch: Dispatch[Any], ids_TK: Tensor, x: Tensor, weights: Tensor, matrices: Tensor) -> Tensor:
-    """A mixture whose slot p multiplies by `matrices[p]`."""
-    rows = dispatch.dispatch(x, ids_TK, weights)
-    ends = rows.ends_E.tolist()
-    parts = [rows.x_RD[a:b] @ m for a, b, m in zip([0, *ends], ends, matrices, strict=False)]
-    answers = torch.cat([*parts, rows.x_RD[ends[-1] :]])
-    return dispatch.combine(answers * rows.weights_R[:, None], rows.handle)
-
-
 @given(mixtures(), st.integers(0, 3))
 @pytest.mark.parametrize("inner", INNER)
-def test_a_placed_mixture_equals_the_reference_in_value_and_gradient(
+def test_a_placed_mixture_equals_the_dense_sum_in_value_and_gradient(
     inner: str, case: tuple[Placement, Tensor, list[Tensor]], rank: int
 ) -> None:
     placement, ids_TK, leaves = case
@@ -65,8 +62,8 @@ def test_a_placed_mixture_equals_the_reference_in_value_and_gradient(
     x, weights, matrices = leaves
     placed = Placed(INNER[inner](size.ranks * size.slots), placement.table(rank % size.ranks), turn=rank)
     lying = torch.cat([place_experts(matrices, placement, r) for r in range(size.ranks)])
-    got = through(placed, ids_TK, x, weights, lying)
-    wanted = through(ReferenceDispatch(size.experts), ids_TK, x.double(), weights, matrices.double())
+    got = through(placed, x, ids_TK, weights, lying)
+    wanted = dense(x, ids_TK, weights, matrices)
     torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
     pull = torch.linspace(-1, 1, wanted.numel()).view(wanted.shape)
     got_grads = torch.autograd.grad(got, leaves, pull, allow_unused=True, materialize_grads=True)
@@ -94,10 +91,42 @@ def test_rows_come_sorted_by_slot_and_loads_are_counted_by_expert(
     assert not placed.take_loads().any()
 
 
+@settings(max_examples=25)
+@given(st.sampled_from(SPREAD), st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 2), (4, 1)]), st.data())
+def test_replicas_on_several_ranks_equal_the_dense_sum_and_their_gradients_add_up(
+    kind: str, shape: tuple[int, int], data: st.DataObject
+) -> None:
+    ranks, domain_ranks = shape
+    experts, spare = data.draw(st.integers(1, 7)), data.draw(st.integers(0, 2))
+    size = Sizes(experts=experts, ranks=ranks, slots=-(-experts // ranks) + spare, domain_ranks=domain_ranks)
+    tokens = data.draw(st.lists(st.integers(0, 9), min_size=ranks, max_size=ranks))
+    choices, seed = data.draw(st.integers(1, experts)), data.draw(st.integers(0, 1000))
+    case = make_case(tokens, experts=experts, choices=choices, dim=3, seed=seed, popular=2.0)
+    loads_E = torch.bincount(torch.cat([ids[ids >= 0] for ids in case.ids]), minlength=experts)
+    placement, near = place(loads_E[None], size)[0], data.draw(st.sampled_from(["any", "domain", "rank"]))
+
+    def work(links: Links) -> tuple[Seen, Tensor]:
+        inner = open_dispatch(kind, links, experts=ranks * size.slots)
+        placed = Placed(inner, placement.table(links.rank, near), turn=links.rank)
+        return run_placed(placed, case, placement, links.rank), placed.take_loads()
+
+    got = VirtualWorld(Topology.even(ranks, domain_ranks)).run(work)
+    check(case, [seen for seen, _ in got], rtol=1e-5, atol=2e-5)
+    assert torch.equal(torch.stack([loads for _, loads in got]).sum(0), loads_E)
+
+
+def run_placed(placed: Dispatch[Any], case: Case, placement: Placement, rank: int) -> Seen:
+    leaves = [leaf.clone().requires_grad_() for leaf in (case.x[rank], case.weights[rank], case.matrices)]
+    x, weights, matrices = leaves
+    out = through(placed, x, case.ids[rank], weights, place_experts(matrices, placement, rank))
+    grads = torch.autograd.grad(out, leaves, pull_of(out), allow_unused=True, materialize_grads=True)
+    return Seen(out.detach(), *grads)
+
+
 def test_tokens_without_any_expert_come_back_as_zeros_and_count_for_nobody() -> None:
     placement = contiguous(Sizes(experts=4, ranks=2, slots=3, domain_ranks=1))
     placed = Placed(LocalDispatch(6), placement.table(1), turn=1)
-    out = through(placed, torch.full((3, 2), -1), torch.ones(3, DIM), torch.ones(3, 2), torch.ones(6, DIM, DIM))
+    out = through(placed, torch.ones(3, DIM), torch.full((3, 2), -1), torch.ones(3, 2), torch.ones(6, DIM, DIM))
     assert out.shape == (3, DIM)
     assert not out.any()
     assert not placed.take_loads().any()
@@ -110,11 +139,11 @@ def test_a_new_placement_comes_with_its_weights_and_changes_no_answer() -> None:
     first, second = place(torch.tensor([[50, 1, 1, 1, 1], [1, 1, 2, 50, 9]]), size)
     assert not torch.equal(first.experts_P, second.experts_P)
     placed = Placed(LocalDispatch(8), first.table(0))
-    wanted = through(ReferenceDispatch(5), ids_TK, x, weights, matrices)
+    wanted = dense(x, ids_TK, weights, matrices)
     for placement in (first, second):
         placed.use(placement.table(0))
         lying = torch.cat([place_experts(matrices, placement, rank) for rank in range(2)])
-        torch.testing.assert_close(through(placed, ids_TK, x, weights, lying), wanted)
+        torch.testing.assert_close(through(placed, x, ids_TK, weights, lying).double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_table_of_other_sizes_is_refused() -> None:
