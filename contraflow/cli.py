@@ -22,6 +22,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+bench = typer.Typer(help="Measure parts of the system on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
 RecipeFile = Annotated[Path, typer.Argument(help="a recipe (TOML), such as recipes/tiny_moe_sft.toml")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="section.key=value; may be given many times", show_default=False)
@@ -106,6 +109,58 @@ def upcycle(
 
     upcycle_folder(dense, folder, experts=experts, top_k=top_k)
     typer.echo(f"wrote {folder}: {experts} experts a layer, top-{top_k}")
+
+
+@bench.command("dispatch")
+def bench_dispatch(
+    ranks: Annotated[int, typer.Option(help="processes, sharing out the experts")] = 4,
+    domain_ranks: Annotated[int, typer.Option(help="ranks of a domain; 0: all, they are on one machine")] = 2,
+    experts: Annotated[int, typer.Option(help="experts over all ranks")] = 32,
+    top_k: Annotated[int, typer.Option(help="experts of a token")] = 8,
+    dim: Annotated[int, typer.Option(help="width of a token")] = 512,
+    expert_ffn: Annotated[int, typer.Option(help="hidden width of an expert")] = 64,
+    wire: Annotated[str, typer.Option(help="same, bf16 or fp8: precision on the way to experts")] = "same",
+    train: Annotated[str, typer.Option(help="token counts of a rank, forward and backward")] = "256",
+    prefill: Annotated[str, typer.Option(help="token counts, forward")] = "256",
+    decode: Annotated[str, typer.Option(help="token counts, forward")] = "1,16,64",
+    repeats: Annotated[int, typer.Option(help="of each; medians are shown")] = 5,
+    device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (NCCL, a GPU a rank)")] = "cpu",
+    out: Annotated[Path | None, typer.Option(help="keep the table here, as JSON")] = None,
+) -> None:
+    """Time every dispatch form on ranks of this machine, and show which one `dispatch = "auto"` takes."""
+    import asyncio
+
+    from contraflow.config import Parallel, check_section
+    from contraflow.dispatch.choose import Phase, Shape
+    from contraflow.parallel.calibrator import run_calibration
+
+    spread = check_section(Parallel, {"dp": ranks, "ep": ranks, "domain_ranks": domain_ranks, "wire": wire})
+    shape = Shape(
+        experts=experts,
+        choices=top_k,
+        dim=dim,
+        expert_ffn=expert_ffn,
+        wire=spread.wire,
+        dtype="bfloat16" if device == "cuda" else "float32",
+    )
+    tokens: dict[Phase, list[int]] = {"train": _counts(train), "prefill": _counts(prefill), "decode": _counts(decode)}
+    table = asyncio.run(run_calibration(spread, shape, tokens, repeats=repeats, device=device, clock=time.monotonic))
+    typer.echo("\n".join(table.lines()))
+    if out is not None:
+        out.write_text(table.json(), encoding="utf-8")
+        typer.echo(f"wrote {out}")
+
+
+def _counts(text: str) -> list[int]:
+    from contraflow.errors import ConfigError
+
+    try:
+        counts = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        counts = [-1]
+    if any(count < 0 for count in counts):
+        raise ConfigError(f"token counts {text!r}: write whole numbers with commas between, such as 1,16,64")
+    return counts
 
 
 def main() -> None:

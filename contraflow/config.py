@@ -258,6 +258,11 @@ def load_sft_recipe(path: Path, overrides: Sequence[str] = ()) -> SftRecipe:
     return _check(SftRecipe, _read(path, overrides))
 
 
+def check_section(kind: type[R], tree: Mapping[str, Any]) -> R:
+    """One section from plain values, or the key that is wrong."""
+    return _check(kind, tree)
+
+
 def check_recipe(tree: Mapping[str, Any]) -> Recipe:
     """Turn a tree of plain values into a `Recipe`, or say exactly which key is wrong."""
     return _check(Recipe, tree)

@@ -50,6 +50,7 @@ def test_every_setting_that_is_named_exists(page: Path) -> None:
 def test_every_command_that_is_named_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     ours = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    ours |= {group.name for group in app.registered_groups}
     verbs = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     spoken = {said.split()[0] for said in re.findall(r"`contraflow ([a-z][a-z -]*)", text)}
     assert spoken <= ours

@@ -84,6 +84,10 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
         told = ", ".join(f"{e.kind} {e.seconds * 1e3:.2f} ms" for e in sorted(ran, key=lambda e: e.seconds))
         return Choice(phase=phase, tokens=tokens, kind=chosen.kind, reason=f"measured at {nearest} tokens: {told}")
 
+    def json(self) -> str:
+        """The table as a file holds it."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=1).decode() + "\n"
+
     def lines(self) -> list[str]:
         """The table as text, one line a size, the choice first."""
         kinds = [k for k in CANDIDATES if any(e.kind == k for e in self.entries)]
@@ -114,6 +118,11 @@ def calibrate(
     Routing is uniform, drawn from `seed`; experts are SwiGLU with random weights. Forms take turns, so that whatever
     else the machine does falls on all of them. Raises: DispatchError, and what a lost rank raises.
     """
+    ranks = links.topology.ranks
+    if shape.experts % ranks or not 1 <= shape.choices <= shape.experts:
+        raise DispatchError(
+            f"{shape.experts} experts, {shape.choices} a token, cannot be shared out among {ranks} ranks"
+        )
     experts = _Experts(shape, links, seed, torch.device(device))
     entries: list[Entry] = []
     opened: dict[str, Dispatch[Any]] = {}

@@ -72,7 +72,7 @@ class GroupLinks:
 
     def gather(self, text: str) -> list[str]:
         """See `Links.gather`."""
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(self.device)
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
         ranks = len(self.global_ranks)
         sizes = self._tell_all(torch.full((1,), len(data), device=self.device), [1] * ranks).tolist()
         heard = self._tell_all(data, sizes).split(sizes)

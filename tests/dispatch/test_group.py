@@ -40,6 +40,7 @@ def conformance(store: Any, rank: int) -> dict[Any, Any]:
                     case = make_case(**given)
                     found[domain_ranks, kind, capacity, index] = run_rank(dispatch, case, rank, 4)
                     dispatch.check()
+    assert links.gather("" if rank else "é") == ["é", "", "", ""]
     found["traffic"] = links.traffic
     found["topology"] = GroupLinks(world).topology
     return found
