@@ -94,9 +94,10 @@ class GroupLinks:
         try:
             work.wait(timedelta(seconds=self.deadline_s))
         except RuntimeError as fault:
-            raise self._fallen(what, fault) from fault
+            raise self.fallen(what, fault) from fault
 
-    def _fallen(self, what: str, fault: RuntimeError) -> WorkerDied:
+    def fallen(self, what: str, fault: RuntimeError) -> WorkerDied:
+        """The error of a failed wait in this group, naming who took no part. Finding out may take a few seconds."""
         missing = self._roll_call()
         names = ", ".join(f"rank {rank}" for rank in missing) or "a rank"
         first = str(fault).strip().splitlines()[0][:200]

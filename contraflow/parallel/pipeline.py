@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.nn import functional as F
@@ -25,7 +24,9 @@ from contraflow.errors import ContraflowError
 from contraflow.model.attention import Plan
 from contraflow.model.decoder import Decoder
 from contraflow.model.router import RouterTape
+from contraflow.parallel.experts import links
 from contraflow.parallel.layout import Place, rank_stages, stage_layers, stages
+from contraflow.parallel.mesh import Mesh
 
 
 class Inputs(Protocol):
@@ -94,16 +95,20 @@ def micro_batches(count: int, parallel: Parallel) -> int:
 class Pipeline:
     """This rank's stages. Collective over all ranks of the mesh: each calls `run` with as many micro-batches."""
 
-    def __init__(self, decoder: Decoder, parallel: Parallel, here: Place, group: dist.ProcessGroup) -> None:
+    def __init__(self, decoder: Decoder, mesh: Mesh) -> None:
         self._decoder = decoder
-        self._parallel, self._here, self._group = parallel, here, group
-        self._spans = spans(decoder.config.layers, parallel, here)
+        self._parallel, self._here, self._group = mesh.parallel, mesh.here, mesh.pp
+        self._links = links(mesh, mesh.pp)
+        self._spans = spans(decoder.config.layers, mesh.parallel, mesh.here)
 
     def run(self, inputs: Sequence[Inputs], after: After, *, backward: bool) -> None:
         """Every micro-batch through every stage; `after` is called once for each of them and each stage of this rank.
 
         With `backward` gradients are added to the parameters. Of a micro-batch that has its gradient from the last
         stage only, any stage may add its own by `add_loss`. `inputs` are as many as `micro_batches` says.
+
+        Raises: WorkerDied, naming them, when other stages took no part; what `after` or the decoder raised, if it is one of
+        this package's errors.
         """
         stages = [self._stage(place, inputs, after, backward) for place in range(len(self._spans))]
         schedule = self._schedule(stages, len(inputs), backward)
@@ -115,7 +120,10 @@ class Pipeline:
             with torch.set_grad_enabled(backward):
                 schedule.step(*([numbers] if self._here.pp == 0 else []), **given)
         except RuntimeError as fault:
-            if isinstance(fault.__cause__, ContraflowError):  # torch wraps what a stage raises
+            # torch wraps what a stage of this rank raises; what is not wrapped comes from sending or receiving.
+            if fault.__cause__ is None:
+                raise self._links.fallen("the pipeline", fault) from fault
+            if isinstance(fault.__cause__, ContraflowError):
                 raise fault.__cause__ from fault
             raise
 

@@ -31,7 +31,7 @@ class StagedPasses:
     def __init__(self, decoder: Decoder, mesh: Mesh, account: Account, *, temperature: float) -> None:
         self._decoder, self._mesh, self._account = decoder, mesh, account
         self._temperature = temperature
-        self._pipeline = Pipeline(decoder, mesh.parallel, mesh.here, mesh.pp)
+        self._pipeline = Pipeline(decoder, mesh)
 
     def run(self, feds: Sequence[Fed], loss_of: LossOf, balance: Balance | None) -> Passed:
         """See `Passes.run`."""

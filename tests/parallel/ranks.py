@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from contraflow.config import Parallel
-from contraflow.parallel.mesh import Mesh, open_mesh
+from contraflow.parallel.mesh import open_mesh
 
 Work = Callable[..., Any]  # (mesh, *given) -> what can be pickled
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -32,10 +32,10 @@ def _main(work: Work, parallel: Parallel, rank: int, file: str, given: tuple[Any
         answer.send((b"", traceback.format_exc()))
 
 
-def run(work: Callable[[Mesh], Any] | Work, parallel: Parallel, folder: Path, *given: Any) -> list[Any]:
-    """Answers by rank; raises what the first rank to fail raised."""
+def run(work: Work, parallel: Parallel, folder: Path, *given: Any, silent: tuple[int, ...] = ()) -> list[Any]:
+    """Answers by rank, None of `silent` ranks, which need not give one; raises what the first rank to fail raised."""
     file = folder / f"store-{len(list(folder.iterdir()))}"
-    pipes, ranks = [], []
+    pipes, processes = dict[int, Connection](), []
     for rank in range(parallel.ranks):
         here, there = PROCESSES.Pipe(duplex=False)
         process = PROCESSES.Process(
@@ -43,20 +43,21 @@ def run(work: Callable[[Mesh], Any] | Work, parallel: Parallel, folder: Path, *g
         )
         process.start()
         there.close()
-        pipes.append(here)
-        ranks.append(process)
+        processes.append(process)
+        if rank not in silent:
+            pipes[rank] = here
     found: dict[int, Any] = {}
     try:
         while len(found) < len(pipes):
-            ready = wait([pipe for rank, pipe in enumerate(pipes) if rank not in found], timeout=DEADLINE_S)
-            assert ready, f"ranks {sorted(set(range(len(pipes))) - set(found))} gave no answer in {DEADLINE_S} s"
+            awaited = {pipe: rank for rank, pipe in pipes.items() if rank not in found}
+            ready = wait(list(awaited), timeout=DEADLINE_S)
+            assert ready, f"ranks {list(awaited.values())} gave no answer in {DEADLINE_S} s"
             for pipe in ready:
-                rank = pipes.index(pipe)
-                answer, fault = pipe.recv()
-                assert not fault, f"rank {rank}:\n{fault}"
-                found[rank] = pickle.loads(answer)
+                answer, fault = pipe.recv()  # EOFError: it died
+                assert not fault, f"rank {awaited[pipe]}:\n{fault}"
+                found[awaited[pipe]] = pickle.loads(answer)
     finally:
-        for process in ranks:
-            process.join(timeout=5 if len(found) == len(pipes) else 0)
+        for process in processes:
             process.kill()
-    return [found[rank] for rank in range(len(pipes))]
+            process.join()
+    return [found.get(rank) for rank in range(parallel.ranks)]

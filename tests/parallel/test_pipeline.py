@@ -1,5 +1,7 @@
 """Layers on several ranks: losses, gradients, loads and scores are those of one rank."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from contraflow.config import Parallel
-from contraflow.errors import DispatchError
+from contraflow.errors import DispatchError, WorkerDied
 from contraflow.model.decoder import Decoder, new_decoder
 from contraflow.model.families import ModelConfig
 from contraflow.parallel.layout import shards
@@ -98,21 +100,33 @@ def test_a_pipeline_gives_what_one_rank_gives(parallel: Parallel, tmp_path: Path
                 torch.testing.assert_close(tuple(part), tuple(whole), rtol=1e-5, atol=1e-5)
 
 
-def failing(mesh: Mesh, update: list[Batch]) -> str:
+def failing(mesh: Mesh, update: list[Batch], how: str) -> str:
+    """The first stage raises, or the last dies, in the second micro-batch."""
     decoder = new_decoder(MIXTURE, seed=1, std=0.2)
     share_layers(decoder, mesh.parallel, mesh.here)
 
     def after(seen: Passed) -> Tensor:
-        raise DispatchError("rows were lost")
+        if seen.number == 1 and how == "raises" and mesh.first:
+            raise DispatchError("rows were lost")
+        if seen.number == 1 and how == "dies" and not mesh.first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return seen.hidden_TD if mesh.first else seen.hidden_TD.sum()
 
-    pipeline = Pipeline(decoder, mesh.parallel, mesh.here, mesh.pp)
-    with pytest.raises((DispatchError, RuntimeError)) as raised:
-        pipeline.run([feed(batch, CPU) for batch in update], after, backward=False)
-    return type(raised.value).__name__
+    with pytest.raises((DispatchError, WorkerDied)) as raised:
+        Pipeline(decoder, mesh).run([feed(batch, CPU) for batch in update], after, backward=True)
+    return f"{type(raised.value).__name__}: {raised.value}"
 
 
 def test_what_a_stage_raises_keeps_its_type(tmp_path: Path) -> None:
-    assert ranks.run(failing, Parallel(pp=2), tmp_path, batches(1, 12, 60)[:2])[0] == "DispatchError"
+    assert ranks.run(failing, Parallel(pp=2), tmp_path, batches(1, 12, 60)[:3], "raises", silent=(1,)) == [
+        "DispatchError: rows were lost",
+        None,
+    ]
+
+
+def test_a_stage_that_dies_is_named(tmp_path: Path) -> None:
+    found, _ = ranks.run(failing, Parallel(pp=2), tmp_path, batches(1, 12, 60)[:3], "dies", silent=(1,))
+    assert found.startswith("WorkerDied: worker 'rank 1' died: took no part in the pipeline")
 
 
 @pytest.mark.parametrize(
