@@ -107,8 +107,8 @@ class Pipeline:
         With `backward` gradients are added to the parameters. Of a micro-batch that has its gradient from the last
         stage only, any stage may add its own by `add_loss`. `inputs` are as many as `micro_batches` says.
 
-        Raises: WorkerDied, naming them, when other stages took no part; what `after` or the decoder raised, if it is one of
-        this package's errors.
+        Raises: WorkerDied, naming them, when other stages took no part; what `after` or the decoder raised, if it is
+        an error of this package.
         """
         stages = [self._stage(place, inputs, after, backward) for place in range(len(self._spans))]
         schedule = self._schedule(stages, len(inputs), backward)
