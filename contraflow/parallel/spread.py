@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from contraflow.model.attention import Attention
-from contraflow.model.decoder import Decoder, Layer
+from contraflow.model.decoder import Decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.folder import load_folder, open_folder, read_config
 from contraflow.model.moe import MoE
@@ -24,6 +24,7 @@ from contraflow.parallel.experts import open_experts
 from contraflow.parallel.layout import check_fit, place
 from contraflow.parallel.mesh import Mesh
 from contraflow.parallel.pieces import Piece, at, pieces, put, shapes
+from contraflow.parallel.pipeline import share_layers
 from contraflow.parallel.tensor import share_heads
 
 
@@ -55,7 +56,7 @@ class Spread:
             if part is not None and self.pieces[name].counted and part.numel():
                 dist.send(part.contiguous(), 0, group=self.mesh.world)
             return None
-        whole = torch.empty(self.shapes[name], dtype=self.decoder.embed.dtype, device=self.mesh.device)
+        whole = torch.empty(self.shapes[name], dtype=torch.float32, device=self.mesh.device)
         for rank, pieces_there in enumerate(self._everywhere):
             piece = pieces_there.get(name)
             if piece is None or not piece.counted or not piece.boxes:
@@ -117,14 +118,13 @@ def cut_decoder(config: ModelConfig, mesh: Mesh) -> Decoder:
     """A decoder on the meta device with this rank's share of heads, dense width and experts, wired to its mates."""
     check_fit(config, mesh.parallel)
     decoder = Decoder(config, device="meta")
+    share_layers(decoder, mesh.parallel, mesh.here)
     share_heads(decoder, mesh.tp)
-    for layer in decoder.layers:
-        assert isinstance(layer, Layer)
-        if isinstance(layer.mlp, MoE) and mesh.parallel.ep > 1:
-            layer.mlp.gate_up, layer.mlp.down = (
-                nn.Parameter(whole[: len(whole) // mesh.parallel.ep].detach().clone())
-                for whole in (layer.mlp.gate_up, layer.mlp.down)
-            )
+    for mixture in (module for module in decoder.modules() if isinstance(module, MoE)):
+        mixture.gate_up, mixture.down = (
+            nn.Parameter(whole[: len(whole) // mesh.parallel.ep].detach().clone())
+            for whole in (mixture.gate_up, mixture.down)
+        )
     if config.moe_layers:
         decoder.use_dispatch(open_experts(config, mesh))
     return decoder

@@ -33,6 +33,11 @@ class Team:
         """Whether this rank writes and reports for all."""
         return self.mesh is None or self.mesh.first
 
+    @property
+    def staged(self) -> bool:
+        """Whether some layers are on other ranks."""
+        return self.mesh is not None and self.mesh.parallel.pp > 1
+
     def mine(self, everybody: Sequence[T]) -> list[T]:
         """This rank's share of a list that all ranks have alike; its length is a multiple of `shares`."""
         return list(everybody) if self.mesh is None else list(everybody[self.mesh.here.dp :: self.shares])

@@ -32,8 +32,7 @@ def share_heads(decoder: Decoder, group: dist.ProcessGroup) -> None:
         return
     config = decoder.config
     local = replace(config, heads=config.heads // parts, kv_heads=config.kv_heads // parts, ffn=config.ffn // parts)
-    for layer in decoder.layers:
-        assert isinstance(layer, Layer)
+    for layer in (module for module in decoder.modules() if isinstance(module, Layer)):
         made: dict[str, Any] = {"dtype": layer.attention_norm.dtype, "device": layer.attention_norm.device}
         layer.attention = SharedAttention(local, group, **made)
         if isinstance(layer.mlp, DenseMLP):

@@ -18,6 +18,7 @@ from contraflow.errors import ConfigError, TrainingError
 from contraflow.model.decoder import Decoder
 from contraflow.telemetry import Account
 from contraflow.train.batcher import pack, split
+from contraflow.train.crew import Crew, open_crew
 from contraflow.train.forward import Fed, Scored, score
 from contraflow.train.optimizer import Optimizer
 from contraflow.train.update import Updated, Updater
@@ -65,7 +66,8 @@ class TrainStep:
     """Invariant: `run` moves the weights by all updates of a step, or by none of them, bit for bit.
 
     `temperature` is the rollout's: behaviour log-probabilities are of the temperature-scaled softmax, and the ratio
-    compares like with like. `reference` is the frozen model of the KL term.
+    compares like with like. `reference` is the frozen model of the KL term. Every rank of a `crew` runs the same step,
+    and gives the same outcome.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class TrainStep:
         loss: config.Loss,
         temperature: float,
         reference: Decoder | None = None,
+        crew: Crew | None = None,
     ) -> None:
         if loss.kl_weight > 0 and reference is None:
             raise ConfigError(f"loss.kl_weight = {loss.kl_weight} needs a reference model, and none was given")
@@ -87,9 +90,8 @@ class TrainStep:
         self._loss = loss
         self._temperature = temperature
         self._reference = reference
-        self._updater = Updater(
-            decoder, optimizer, account, temperature=temperature, balance_weight=loss.balance_weight
-        )
+        self._crew = crew or open_crew(decoder, None, account, temperature=temperature)
+        self._updater = Updater(decoder, optimizer, account, self._crew, balance_weight=loss.balance_weight)
 
     def run(self, by_group: Sequence[Sequence[Sample]], *, step: int, seed: int) -> Outcome:
         """Train on one take. Updates share the groups evenly, in an order drawn from (seed, step, epoch).
@@ -111,7 +113,7 @@ class TrainStep:
                     if before is not None:
                         self._optimizer.restore(before)
                     return Outcome(Numbers(), f"{fault}{_suspicion(batches)}", tuple(batches))
-        return Outcome(_numbers(done, seen, self._loss) if done else Numbers())
+        return Outcome(self._numbers(done, seen) if done else Numbers())
 
     def _teaches(self, chosen: Sequence[Sample]) -> bool:
         other_losses = self._loss.kl_weight > 0 or self._loss.balance_weight > 0
@@ -119,7 +121,12 @@ class TrainStep:
 
     def _pack(self, chosen: Sequence[Sample]) -> list[Batch]:
         with self._account.charge("batch"):
-            return pack(chosen, tokens_per_batch=self._train.tokens_per_batch, reduction=self._loss.reduction)
+            return pack(
+                chosen,
+                tokens_per_batch=self._train.tokens_per_batch,
+                reduction=self._loss.reduction,
+                shares=self._crew.team.shares,
+            )
 
     def _objective(self, seen: list[_Seen], batch: Batch, fed: Fed, scored: Scored) -> Tensor:
         section, logprobs_N = self._loss, scored.logprobs_N
@@ -146,32 +153,32 @@ class TrainStep:
     def _trained(self, values_T: Float32, batch: Batch) -> Tensor:
         return torch.from_numpy(values_T[batch.mask]).to(self._updater.device)
 
-
-def _numbers(done: Sequence[Updated], seen: Sequence[_Seen], section: config.Loss) -> Numbers:
-    ratios = ratio_report(
-        _joined(part.logprobs_N for part in seen),
-        _joined(part.behaviour_N for part in seen),
-        _joined(part.advantages_N for part in seen),
-        clip_low=section.clip_low,
-        clip_high=section.clip_high,
-    )
-    loads = [update.loads_ME for update in done if update.loads_ME is not None]
-    return Numbers(
-        updates=len(done),
-        loss=_mean(update.loss for update in done),
-        kl=float(torch.stack([part.kl for part in seen]).sum()) / len(done),
-        balance=_mean(update.balance for update in done),
-        entropy=float(_joined(part.entropy_N for part in seen).mean()),
-        ratio_mean=ratios.mean,
-        ratio_low=ratios.low,
-        ratio_high=ratios.high,
-        clipped_low=ratios.clipped_low,
-        clipped_high=ratios.clipped_high,
-        behaviour_kl=ratios.kl,
-        grad_norm=_mean(update.applied.grad_norm for update in done),
-        learning_rate=done[-1].applied.learning_rate,
-        expert_loads=tuple(tuple(row) for row in torch.stack(loads).sum(0).tolist()) if loads else (),
-    )
+    def _numbers(self, done: Sequence[Updated], seen: Sequence[_Seen]) -> Numbers:
+        """Of all ranks together, on every rank."""
+        team, section, nothing = self._crew.team, self._loss, torch.zeros(4, 0, device=self._updater.device)
+        columns = [torch.stack([p.logprobs_N, p.behaviour_N, p.advantages_N, p.entropy_N]) for p in seen]
+        logprobs_N, behaviour_N, advantages_N, entropy_N = team.joined(torch.cat([nothing, *columns], 1))
+        kl = team.total(torch.stack([nothing.sum(), *[part.kl for part in seen]]).sum())
+        ratios = ratio_report(
+            logprobs_N, behaviour_N, advantages_N, clip_low=section.clip_low, clip_high=section.clip_high
+        )
+        loads = [update.loads_ME for update in done if update.loads_ME is not None]
+        return Numbers(
+            updates=len(done),
+            loss=_mean(update.loss for update in done),
+            kl=float(kl) / len(done),
+            balance=_mean(update.balance for update in done),
+            entropy=float(entropy_N.mean()),
+            ratio_mean=ratios.mean,
+            ratio_low=ratios.low,
+            ratio_high=ratios.high,
+            clipped_low=ratios.clipped_low,
+            clipped_high=ratios.clipped_high,
+            behaviour_kl=ratios.kl,
+            grad_norm=_mean(update.applied.grad_norm for update in done),
+            learning_rate=done[-1].applied.learning_rate,
+            expert_loads=tuple(tuple(row) for row in torch.stack(loads).sum(0).tolist()) if loads else (),
+        )
 
 
 def _suspicion(batches: Sequence[Batch]) -> str:
@@ -181,10 +188,6 @@ def _suspicion(batches: Sequence[Batch]) -> str:
     if not all(np.isfinite(batch.behaviour).all() for batch in batches):
         return ": a behaviour log-probability is not finite"
     return ""
-
-
-def _joined(parts: Iterable[Tensor]) -> Tensor:
-    return torch.cat(list(parts))
 
 
 def _mean(values: Iterable[float]) -> float:

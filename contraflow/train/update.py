@@ -14,11 +14,11 @@ from torch import Tensor
 from contraflow.errors import TrainingError
 from contraflow.model.decoder import Decoder
 from contraflow.model.router import RouterTape
-from contraflow.parallel.team import Team
 from contraflow.telemetry import Account
-from contraflow.train.forward import Fed, Scored, fed_tokens, feed
+from contraflow.train.crew import Crew, open_crew
+from contraflow.train.forward import Fed, Scored, fed_tokens
 from contraflow.train.optimizer import Applied, Optimizer
-from contraflow.train.passes import Balance, Passes, PlainPasses
+from contraflow.train.passes import Balance
 from contraflow.types import Batch
 
 Objective = Callable[[Batch, Fed, Scored], Tensor]  # a micro-batch's part of the loss, a scalar
@@ -36,8 +36,8 @@ class Updated(NamedTuple):
 class Updater:
     """Moves a decoder's weights. `balance_weight` adds the load-balancing loss of its routers, if it has any.
 
-    With a `team` every rank calls `update` with the same micro-batches, runs its share of them, and gets the same
-    answer or the same error. `passes` is how micro-batches run; None is one after the other.
+    Every rank of the crew calls `update` with the same micro-batches, runs its share of them, and gets the same answer
+    or the same error.
     """
 
     def __init__(
@@ -45,29 +45,26 @@ class Updater:
         decoder: Decoder,
         optimizer: Optimizer,
         account: Account,
+        crew: Crew | None = None,
         *,
-        temperature: float = 1.0,
         balance_weight: float = 0.0,
-        team: Team | None = None,
-        passes: Passes | None = None,
     ) -> None:
-        self.device = decoder.head.device
+        self.device = next(decoder.parameters()).device
         self._optimizer = optimizer
         self._account = account
-        self._team = team or Team()
-        self._passes = passes or PlainPasses(decoder, account, temperature=temperature)
+        self._crew = crew or open_crew(decoder, None, account, temperature=1.0)
         self._balance_weight = balance_weight if decoder.config.moe_layers else 0.0
 
     def update(self, batches: Sequence[Batch], objective: Objective) -> Updated:
         """Raises TrainingError, with the weights as they were, when a loss or the gradient is not finite."""
         self._optimizer.clear()
-        mine = self._team.mine(batches)
+        team, passes = self._crew.team, self._crew.passes
         with self._account.charge("batch"):
-            feds = [feed(batch, self.device) for batch in mine]
+            mine, feds = self._crew.feeds(batches, self.device)
         balance = self._balance(feds, sum(fed_tokens(batch) for batch in batches))
-        seen = self._passes.run(feds, lambda place, scored: objective(mine[place], feds[place], scored), balance)
-        values = self._team.rows(seen.values_B2, len(batches)).tolist()
-        loads_ME = None if seen.loads_ME is None else self._team.total(seen.loads_ME)
+        seen = passes.run(feds, lambda place, scored: objective(mine[place], feds[place], scored), balance)
+        values = team.rows(seen.values_B2, len(batches)).tolist()
+        loads_ME = None if seen.loads_ME is None else team.total(seen.loads_ME)
         for place, (value, _) in enumerate(values):
             if not math.isfinite(value):
                 raise TrainingError(f"the loss of micro-batch {place + 1} of {len(batches)} is {value}")
@@ -82,10 +79,10 @@ class Updater:
         It is a product of loads and probabilities: its gradient is that of one large batch only if every micro-batch
         knows the loads of all. With several micro-batches that takes one more forward pass.
         """
-        team = self._team
+        team, passes = self._crew.team, self._crew.passes
         if self._balance_weight == 0:
             return None
-        known_ME = team.total(self._passes.loads(feds)) if len(feds) > 1 else None
+        known_ME = team.total(passes.loads(feds)) if len(feds) > 1 or team.staged else None
 
         def of(tape: RouterTape) -> Tensor:
             loads_ME = team.total(tape.loads()) if known_ME is None else known_ME

@@ -16,14 +16,14 @@ from contraflow.model.folder import save_folder
 from contraflow.parallel.data import local
 from contraflow.parallel.mesh import open_mesh
 from contraflow.parallel.spread import Spread, load_spread
-from contraflow.parallel.team import Team
 from contraflow.telemetry import Account
 from contraflow.train.batcher import pack
+from contraflow.train.crew import open_crew
 from contraflow.train.optimizer import Optimizer
 from contraflow.train.update import Updater
 from contraflow.types import Sample
 
-TRAIN = Train(learning_rate=1e-2, warmup_updates=0, clip_norm=0.5)
+TRAIN = Train(warmup_updates=0, clip_norm=0.5)
 
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
@@ -95,14 +95,16 @@ class Seen(NamedTuple):
 def three_updates(spread: Spread, *, counts: Sequence[int] = (9, 1, 14), budget: int = 40) -> Seen:
     """Train on random samples; the second update has but one, so that some ranks have nothing."""
     optimizer = Optimizer(spread.decoder, TRAIN, spread)
-    team = Team(spread.mesh)
-    updater = Updater(spread.decoder, optimizer, Account(lambda: 0.0), balance_weight=0.1, team=team)
+    account = Account(lambda: 0.0)
+    crew = open_crew(spread.decoder, spread.mesh, account, temperature=1.0)
+    updater = Updater(spread.decoder, optimizer, account, crew, balance_weight=0.1)
     done, gradient = [], {}
     for update, count in enumerate(counts):
-        batches = pack(samples(count, seed=update), tokens_per_batch=budget, reduction="token", shares=team.shares)
+        batches = pack(samples(count, seed=update), tokens_per_batch=budget, reduction="token", shares=crew.team.shares)
         done.append(updater.update(batches, objective))
         if not gradient:
-            gradient = {n: spread.gather(n, local(p.grad)) for n, p in spread.decoder.named_parameters()}
+            held = {name: local(p.grad) for name, p in spread.decoder.named_parameters()}
+            gradient = {name: spread.gather(name, held.get(name)) for name in spread.shapes}
     return Seen(
         losses=[one.loss for one in done],
         balances=[one.balance for one in done],

@@ -10,6 +10,7 @@ from tests.dispatch import gloo
 from tests.parallel.equal import alone, difference, make_folder, on_ranks
 
 TWO = [Parallel(dp=2), Parallel(dp=2, ep=2), Parallel(tp=2), Parallel(tp=2, ep=2)]
+MORE = [Parallel(pp=2), Parallel(cp=2), Parallel(cp=2, ep=2)]
 FOUR = [
     Parallel(dp=4),
     Parallel(dp=4, ep=4),
@@ -19,6 +20,11 @@ FOUR = [
     Parallel(dp=2, tp=2, ep=4),
     Parallel(dp=4, ep=4, dispatch="hierarchical", domain_ranks=2),
     Parallel(dp=4, ep=2, dispatch="per_expert"),
+    Parallel(pp=2, dp=2, ep=2),
+    Parallel(cp=2, dp=2, ep=4),
+    Parallel(pp=2, tp=2, ep=2),
+    Parallel(cp=2, tp=2, ep=2),
+    Parallel(cp=4, ep=2),
 ]
 
 
@@ -52,8 +58,8 @@ def test_four_ranks_with_dp_tp_and_ep_at_once_train_as_one(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_two_ranks_train_as_one_whatever_the_family(tmp_path: Path) -> None:
-    cases = itertools.product(TWO, ("qwen3_moe", "olmoe", "qwen3"))
-    check([(p, f) for p, f in cases if f != "qwen3" or p.ep == 1], tmp_path, 2)
+    cases = itertools.product([*TWO, *MORE], ("qwen3_moe", "olmoe", "qwen3"))
+    check([(p, f) for p, f in cases if f != "qwen3" or p.ep * p.pp == 1], tmp_path, 2)
 
 
 @pytest.mark.slow
