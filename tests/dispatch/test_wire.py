@@ -9,6 +9,7 @@ from contraflow.dispatch import wire as w
 from contraflow.dispatch.domains import Topology
 from contraflow.dispatch.exchange import Links
 from contraflow.dispatch.open import open_dispatch
+from contraflow.dispatch.spread import SpreadDispatch
 from contraflow.dispatch.virtual import VirtualWorld
 from tests.dispatch.mixture import Seen, check, make_case, run_rank
 
@@ -97,3 +98,31 @@ def test_fp8_values_are_quantised_once_and_not_again_at_the_second_hop() -> None
     arrived = torch.cat(VirtualWorld(Topology.even(4, 2)).run(work))
     sent = torch.cat([w.decode(w.encode(x, "fp8"), "fp8", 256, torch.float32) for x in case.x])
     assert {tuple(row) for row in arrived.tolist()} <= {tuple(row) for row in sent.tolist()}
+
+
+def test_values_are_read_from_rows_of_any_stride() -> None:
+    x = torch.randn(5, 200, generator=torch.Generator().manual_seed(0))
+    sent = w.encode(x, "fp8")
+    wide = torch.full((5, sent.shape[1] + 7), 255, dtype=torch.uint8)
+    wide[:, 3:-4] = sent
+    expected = w.decode(sent, "fp8", 200, torch.float32)
+    assert torch.equal(w.decode(wide[:, 3:-4], "fp8", 200, torch.float32), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_rows_beyond_two_to_the_31_bytes_arrive() -> None:
+    rows, dim = 33_000, 1 << 14  # 2.2e9 bytes: offsets that 32 bits do not hold
+
+    def work(links: Links) -> tuple[torch.Tensor, torch.Tensor]:
+        dispatch = SpreadDispatch(links, experts=1, kind="all_to_all")
+        x = torch.zeros(rows, dim)
+        x[:, 0] = torch.arange(rows)
+        x[:, -1] = -torch.arange(rows)
+        arrived = dispatch.dispatch(x, torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, 1))
+        home = dispatch.combine(arrived.x_RD, arrived.handle)
+        return home[:, 0].clone(), home[:, -1].clone()
+
+    ((first, last),) = VirtualWorld(Topology.even(1, 1), deadline_s=120).run(work)
+    assert torch.equal(first, torch.arange(rows).float())
+    assert torch.equal(last, -torch.arange(rows).float())
