@@ -52,7 +52,7 @@ class GroupLinks:
         self.traffic = Traffic()
         self.deadline_s = deadline_s
         self.global_ranks = tuple(dist.get_process_group_ranks(group))
-        self._group = group
+        self.group = group
         self._store = store
         self.topology = topology or Topology.named(self.gather(domain_name()))
         if self.topology.ranks != len(self.global_ranks):
@@ -63,7 +63,7 @@ class GroupLinks:
     def exchange(self, members: Sequence[int]) -> "GroupExchange":
         """See `Links.exchange`."""
         if len(members) == len(self.global_ranks):
-            return GroupExchange(self, self._group, tuple(members))
+            return GroupExchange(self, self.group, tuple(members))
         ranks = [self.global_ranks[member] for member in members]
         # Only its members make it: other groups of the world may be doing something else.
         group = dist.new_group(ranks, use_local_synchronization=True)
@@ -82,7 +82,7 @@ class GroupLinks:
         """Everybody's `mine`, end to end, given how long each is. torch's gathers change names between versions."""
         ranks = len(self.global_ranks)
         heard = mine.new_empty(sum(sizes))
-        work = dist.all_to_all_single(heard, mine.repeat(ranks), sizes, [len(mine)] * ranks, self._group, async_op=True)
+        work = dist.all_to_all_single(heard, mine.repeat(ranks), sizes, [len(mine)] * ranks, self.group, async_op=True)
         self.wait(work, "an agreement")
         return heard
 

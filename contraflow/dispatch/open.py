@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from contraflow.dispatch.base import Dispatch
+from contraflow.dispatch.deepep import DeepEPDispatch
+from contraflow.dispatch.deepep_decode import DeepEPDecode
 from contraflow.dispatch.exchange import Links
 from contraflow.dispatch.local import LocalDispatch
 from contraflow.dispatch.overlap import OverlapDispatch
@@ -15,7 +17,7 @@ from contraflow.dispatch.spread import SpreadDispatch
 from contraflow.dispatch.wire import Wire
 from contraflow.errors import DispatchError
 
-KINDS = ("per_expert", "all_to_all", "hierarchical", "overlapped", "deepep")
+KINDS = ("per_expert", "all_to_all", "hierarchical", "overlapped", "deepep", "deepep_decode")
 
 
 def open_dispatch(
@@ -39,6 +41,15 @@ def open_dispatch(
         kind = "hierarchical" if links.topology.count > 1 else "all_to_all"
     if kind not in KINDS:
         raise DispatchError(f"dispatch {kind!r} is not known; known are auto, {', '.join(KINDS)}")
+    if kind == "deepep_decode":
+        return DeepEPDecode(links, experts=experts, wire=wire, max_tokens=max_tokens)
+    if kind == "deepep":
+        if capacity is not None and max_tokens is not None and capacity < max_tokens:
+            raise DispatchError(
+                f"capacity {capacity} is below max_tokens {max_tokens}, but deep_ep makes room for all tokens of a "
+                "rank; leave capacity out for the exact form, or give max_tokens"
+            )
+        return DeepEPDispatch(links, experts=experts, wire=wire, max_tokens=max_tokens, fixed=capacity is not None)
     spread = SpreadDispatch(
         links,
         experts=experts,

@@ -91,7 +91,7 @@ def wanted(case: Case) -> list[Seen]:
 
 def pull_of(out: Tensor) -> Tensor:
     """A gradient to start from, the same for equal shapes."""
-    return torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
+    return torch.linspace(-1, 1, out.numel()).view(out.shape).to(out)
 
 
 def check(case: Case, got: list[Seen], *, rtol: float, atol: float) -> None:
