@@ -1,7 +1,8 @@
 """Attention, with one seam: `attend(q, k, v, plan)`. What a token may see is a plan, never a flag of the model.
 
 `PackedPlan`: whole sequences laid end to end (training). `PagedPlan`: new tokens against a paged cache (generation,
-chunked prefill). Both are causal with scale 1/sqrt(d), and both share this file's `Attention` weights and code.
+chunked prefill). Both are causal with scale 1/sqrt(d), and both share this file's `Attention` weights and code. Layers
+with attention sinks or a sliding window hand their plan a `Sight`.
 
 Shape letters: T tokens fed, D width, H query heads, G key/value heads, d head dimension, S packed sequences,
 B cached sequences, N blocks of a table, Q fed tokens of a sequence at most, L positions of a sequence, P padded tokens.
@@ -20,8 +21,10 @@ from torch.nn.attention.varlen import varlen_attn
 from contraflow.errors import ModelError
 from contraflow.model.cache import KVCache
 from contraflow.model.families import ModelConfig
+from contraflow.model.kinds import FAMILIES
 from contraflow.model.ops import cast, linear, rms_norm
 from contraflow.model.rotary import Rotation, rotate
+from contraflow.model.sinks import Sight, flash_with_sinks, hidden, sink_attention
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 # torch 2.11's flash attention takes fewer key/value heads as they are; later ones want to be told.
@@ -31,7 +34,7 @@ FLASH_GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.sign
 class LayerPlan(Protocol):
     """What one layer's tokens may attend to."""
 
-    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor: ...
+    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sight: Sight | None = None) -> Tensor: ...
 
 
 class Plan(Protocol):
@@ -40,15 +43,15 @@ class Plan(Protocol):
     def layer(self, index: int) -> LayerPlan: ...
 
 
-def attend(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, plan: LayerPlan) -> Tensor:
+def attend(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, plan: LayerPlan, sight: Sight | None = None) -> Tensor:
     """Causal attention of the fed tokens: `[T, H, d]`. Query head h reads key/value head h // (H / G)."""
-    return plan.attend(q_THd, k_TGd, v_TGd)
+    return plan.attend(q_THd, k_TGd, v_TGd) if sight is None else plan.attend(q_THd, k_TGd, v_TGd, sight)
 
 
 class Attention(nn.Module):
-    """Projections, query/key norm and rotary positions around `attend`."""
+    """Projections, query/key norm and rotary positions around `attend`, in layer `index` of the model."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, index: int = 0) -> None:
         super().__init__()
         made: dict[str, Any] = {"dtype": dtype, "device": device}
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
@@ -58,7 +61,10 @@ class Attention(nn.Module):
         self.qkv = nn.Parameter(torch.empty(rows, config.dim, **made))
         self.out = nn.Parameter(torch.empty(config.dim, queries, **made))
         self.qkv_bias = nn.Parameter(torch.empty(rows, **made)) if config.attention_bias else None
-        self.out_bias = nn.Parameter(torch.empty(config.dim, **made)) if config.attention_bias else None
+        out_biased = config.attention_bias and FAMILIES[config.family].out_bias
+        self.out_bias = nn.Parameter(torch.empty(config.dim, **made)) if out_biased else None
+        self.sinks = nn.Parameter(torch.empty(config.heads, **made)) if FAMILIES[config.family].oss else None
+        self.window = config.window if index in config.window_layers else None
         shape = {"none": None, "head": (2, config.head_dim), "projection": (both,)}[config.qk_norm]
         self.qk_norm = nn.Parameter(torch.empty(shape, **made)) if shape else None
         self.kinds: Tensor  # row of a per-head qk_norm that each query and key head takes
@@ -84,7 +90,7 @@ class Attention(nn.Module):
         if self.clip is not None:
             qk, v = qk.clamp(-self.clip, self.clip), v.clamp(-self.clip, self.clip)
         q, k = rotate(qk, turn).split_with_sizes((heads, kv_heads), 1)
-        return attend(q, k, v, plan).flatten(1)
+        return attend(q, k, v, plan, None if self.sinks is None else Sight(self.sinks, self.window)).flatten(1)
 
     def normed(self, qk: Tensor, weight: Tensor) -> Tensor:
         """Query and key heads `[T, H + G, d]`, normed."""
@@ -131,17 +137,19 @@ class PackedPlan:
         """The same for every layer."""
         return self
 
-    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sight: Sight | None = None) -> Tensor:
         """See `attend`."""
-        if q_THd.is_cuda and q_THd.dtype in FLASH_DTYPES and q_THd.shape[-1] % 8 == 0:
+        if q_THd.is_cuda and self.tokens and q_THd.dtype in FLASH_DTYPES and q_THd.shape[-1] % 8 == 0:
             starts, longest = self._starts_S1, self.longest
+            if sight is not None:
+                return flash_with_sinks(q_THd, k_TGd, v_TGd, starts, longest, sight)
             flat = varlen_attn(q_THd, k_TGd, v_TGd, starts, starts, longest, longest, window_size=(-1, 0), **FLASH_GQA)
             assert isinstance(flat, Tensor)  # it is a pair only when more is asked for
             return flat
         if self._as_they_lie:
-            return _rows(q_THd, k_TGd, v_TGd, self._rectangles)
+            return _rows(q_THd, k_TGd, v_TGd, self._rectangles, sight)
         q, k, v = (_Pad.apply(x, self._token_P, self._place_T) for x in (q_THd, k_TGd, v_TGd))  # type: ignore[no-untyped-call]
-        o_THd: Tensor = _Unpad.apply(_rows(q, k, v, self._rectangles), self._place_T)  # type: ignore[no-untyped-call]
+        o_THd: Tensor = _Unpad.apply(_rows(q, k, v, self._rectangles, sight), self._place_T)  # type: ignore[no-untyped-call]
         return o_THd
 
 
@@ -159,15 +167,30 @@ def _rectangles(lengths: Sequence[int]) -> tuple[list[tuple[int, int]], list[int
     return rectangles, firsts
 
 
-def _rows(q_PHd: Tensor, k_PGd: Tensor, v_PGd: Tensor, rectangles: list[tuple[int, int]]) -> Tensor:
+def _rows(
+    q_PHd: Tensor, k_PGd: Tensor, v_PGd: Tensor, rectangles: list[tuple[int, int]], sight: Sight | None
+) -> Tensor:
     """Causal attention within each row of each rectangle: `[P, H, d]`."""
+    if not rectangles:  # nothing, but of all it would be made of: ranks without a token have gradients too
+        unmoved = k_PGd.sum() + v_PGd.sum()
+        return q_PHd + (unmoved if sight is None else unmoved + sight.sinks_H.sum())
     sizes = [rows * width for rows, width in rectangles]
-    out = [q_PHd[:0]]
+    out = list[Tensor]()
     for (_, width), *qkv in zip(rectangles, *(x.split(sizes) for x in (q_PHd, k_PGd, v_PGd)), strict=True):
         q, k, v = (x.unflatten(0, (-1, width)).transpose(1, 2) for x in qkv)
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        if sight is None:
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        else:
+            places = torch.arange(width, device=q.device)
+            mask_11QL = _additive(hidden(places[:, None], places, sight.window), q.dtype)[None, None]
+            o = sink_attention(q, k, v, mask_11QL, sight.sinks_H)
         out.append(o.transpose(1, 2).flatten(0, 1))
-    return out[1] if len(out) == 2 else torch.cat(out)
+    return out[0] if len(out) == 1 else torch.cat(out)
+
+
+def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask to add to scores. Finite, so that a row that may see nothing gives numbers, not NaN."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min / 2)
 
 
 class _Pad(torch.autograd.Function):
@@ -229,34 +252,44 @@ class PagedPlan:
         )
         self._queries = None if queries_BQ is None else queries_BQ.clamp_min(0)
         self._place_T = slots_T if queries_BQ is None else _inverse(queries_BQ, slots_T.shape[0])
-        self._mask_B1QL = self._mask(lengths_B, queries_BQ)
+        self._last_BQ1 = self._last(lengths_B, queries_BQ)[..., None]
+        self._mask_B1QL = self._mask(None)
+        self._windowed: dict[int, Tensor] = {}  # masks of other windows, made when first asked for
         self._mask_X1L = self._mask_B1QL.squeeze(1).repeat_interleave(len(heads) // 2, 0)  # a row a head, for decoding
 
     def layer(self, index: int) -> "_PagedLayer":
         """The view of one layer's cache."""
         return _PagedLayer(self, *self._cache.layers[index])
 
-    def _mask(self, lengths_B: Tensor, queries_BQ: Tensor | None) -> Tensor:
-        device, dtype = lengths_B.device, self._cache.pool.dtype
-        reach_BQ = lengths_B[:, None]
-        if queries_BQ is not None:
-            fed_BQ = queries_BQ >= 0
-            reach_BQ = reach_BQ - fed_BQ.sum(1, keepdim=True) + torch.arange(1, fed_BQ.shape[1] + 1, device=device)
-        positions = torch.arange(self._blocks * self._cache.block_tokens, device=device)
-        hidden = positions >= reach_BQ[..., None]
-        # Finite, so that a row that may see nothing gives numbers, not NaN.
-        return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min / 2)[
-            :, None
-        ]
+    def _last(self, lengths_B: Tensor, queries_BQ: Tensor | None) -> Tensor:
+        """The last position that each query may see, its own: `[B, Q]`."""
+        if queries_BQ is None:
+            return lengths_B[:, None] - 1
+        fed_BQ = queries_BQ >= 0
+        counts_Q = torch.arange(fed_BQ.shape[1], device=lengths_B.device)
+        return lengths_B[:, None] - fed_BQ.sum(1, keepdim=True) + counts_Q
+
+    def _mask(self, window: int | None) -> Tensor:
+        positions_L = torch.arange(self._blocks * self._cache.block_tokens, device=self._last_BQ1.device)
+        return _additive(hidden(self._last_BQ1, positions_L, window), self._cache.pool.dtype)[:, None]
+
+    def _sight_mask(self, window: int | None) -> Tensor:
+        if window is None:
+            return self._mask_B1QL
+        if window not in self._windowed:
+            self._windowed[window] = self._mask(window)
+        return self._windowed[window]
 
     def write(self, slots: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
         """Put the fed tokens' keys and values into one layer's slots `[NB * 2 * G * BS, d]`, where `slots_T` says."""
         slots.index_copy_(0, self._slots, cast(torch.cat((k_TGd, v_TGd), 1).flatten(0, 1), slots.dtype))
 
-    def attend(self, q_THd: Tensor, pages: Tensor) -> Tensor:
+    def attend(self, q_THd: Tensor, pages: Tensor, sight: Sight | None) -> Tensor:
         """Attention of the fed tokens against one layer's pages `[NB * 2 * G, BS * d]`, which hold them already."""
         batch, (heads, d), kv_heads = self._batch, q_THd.shape[1:], len(self._cache.heads) // 2
         k, v = pages.index_select(0, self._pages).view(2, batch, kv_heads, -1, d).unbind()
+        if sight is not None:
+            return self._sighted(q_THd, k, v, sight)
         # Query heads that share a key/value head become more queries of it: no repeated keys, one plain attention.
         if self._queries is None:
             return self._one_token(q_THd.view(batch, kv_heads, -1, d), k, v).flatten(1, 2)
@@ -266,6 +299,13 @@ class PagedPlan:
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask_B1QL.repeat(1, 1, share, 1))
         o = o.view(batch, kv_heads, share, -1, d).permute(0, 3, 1, 2, 4).reshape(-1, heads, d)
         return o.index_select(0, self._place_T)
+
+    def _sighted(self, q_THd: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        queries = q_THd if self._queries is None else q_THd.index_select(0, self._queries.reshape(-1))
+        q_BHQd = queries.unflatten(0, (self._batch, -1)).transpose(1, 2)
+        o_BHQd = sink_attention(q_BHQd, k, v, self._sight_mask(sight.window), sight.sinks_H)
+        o = o_BHQd.transpose(1, 2).flatten(0, 1)
+        return o if self._queries is None else o.index_select(0, self._place_T)
 
     def _one_token(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of the query heads of one token a sequence: `[B, G, s, d]` against `[B, G, L, d]`.
@@ -285,9 +325,9 @@ class _PagedLayer:
     def __init__(self, plan: PagedPlan, pages: Tensor, slots: Tensor) -> None:
         self._plan, self._pages, self._slots = plan, pages, slots
 
-    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sight: Sight | None = None) -> Tensor:
         self._plan.write(self._slots, k_TGd, v_TGd)
-        return cast(self._plan.attend(cast(q_THd, self._slots.dtype), self._pages), q_THd.dtype)
+        return cast(self._plan.attend(cast(q_THd, self._slots.dtype), self._pages, sight), q_THd.dtype)
 
 
 def _inverse(queries_BQ: Tensor, tokens: int) -> Tensor:

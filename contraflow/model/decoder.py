@@ -17,17 +17,18 @@ from contraflow.dispatch.local import LocalDispatch
 from contraflow.errors import ModelError
 from contraflow.model.attention import Attention, LayerPlan, Plan
 from contraflow.model.families import ModelConfig
+from contraflow.model.mla import LatentAttention
 from contraflow.model.moe import DenseMLP, MoE
 from contraflow.model.ops import cast, linear, rms_norm
 from contraflow.model.recompute import recomputed
-from contraflow.model.rotary import Rotation, frequencies, rotation
+from contraflow.model.rotary import Rotation, frequencies, rotation, turn_gain
 from contraflow.model.router import RouterTape, Tape
 
 
 class Layer(nn.Module):
     """Attention and feed-forward, each on a normed copy of the residual stream."""
 
-    def __init__(self, config: ModelConfig, attention: Attention, mlp: nn.Module, **made: Any) -> None:
+    def __init__(self, config: ModelConfig, attention: nn.Module, mlp: nn.Module, **made: Any) -> None:
         super().__init__()
         self.eps = config.norm_eps
         self.attention_norm = nn.Parameter(torch.empty(config.dim, **made))
@@ -72,10 +73,12 @@ class Decoder(nn.Module):
             mlp: nn.Module = DenseMLP(config, **made)
             if index in config.moe_layers:
                 mlp = MoE(config, dispatch or LocalDispatch(config.experts), **made)
-            self.layers.append(Layer(config, Attention(config, **made), mlp, **made))
+            attention = LatentAttention(config, **made) if config.latent else Attention(config, **made, index=index)
+            self.layers.append(Layer(config, attention, mlp, **made))
         self.norm = nn.Parameter(torch.empty(config.dim, **made))
         self.lm_head = None if config.tied else nn.Parameter(torch.empty(shape, **fp32))
         self.signed_d: Tensor
+        self.turn_gain = turn_gain(config)
         self.register_buffer("signed_d", None, persistent=False)
         self.make_buffers(device)
 
@@ -105,7 +108,7 @@ class Decoder(nn.Module):
         """
         if tape is not None and tape.used:
             raise ModelError("this router tape already holds a forward pass; give each its own")
-        turn = rotation(positions_T, self.signed_d, self.compute_dtype)
+        turn = rotation(positions_T, self.signed_d, self.compute_dtype, self.turn_gain)
         span = range(len(self.layers)) if span is None else span
         x_TD = tokens_T if span.start else cast(F.embedding(tokens_T, self.embed), self.compute_dtype)
         for index in span:

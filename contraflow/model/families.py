@@ -1,7 +1,7 @@
 """What a model is: one frozen `ModelConfig` for every family, read from and written to Hugging Face's config.json.
 
-Knows Qwen3-MoE, OLMoE and Mixtral (mixtures of experts), Qwen3 and Llama (dense), as transformers 4 and 5 write them.
-Refuses, by name, whatever the decoder would compute wrongly. Does not touch files or tensors.
+Knows the families of `kinds`. Refuses, by name, whatever the decoder would compute wrongly. Does not touch files or
+tensors.
 """
 
 import dataclasses
@@ -9,71 +9,11 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from contraflow.errors import ModelError
-
-QKNorm = Literal["none", "head", "projection"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """What all models of one Hugging Face `model_type` have in common."""
-
-    architecture: str
-    experts: tuple[str, ...] = ()  # config keys that may hold the number of experts; none means dense
-    expert_ffn: str = "intermediate_size"  # config key of an expert's width
-    moe: str = ""  # tensor-name prefix of a MoE block, its experts' gate, up and down
-    expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    qk_norm: QKNorm = "none"
-    renormalise: bool | None = None  # None: the config says (norm_topk_prob)
-    bias: bool = True  # the config may ask for attention biases
-    kv_heads: bool = False  # num_key_value_heads must be given; otherwise it defaults to the number of heads
-    head_dim: int | None = None  # when the config has none; None: hidden_size / heads
-    rope_theta: float = 10000.0
-    window: Literal["none", "always", "switched"] = "none"  # how sliding_window is turned on
-
-
-FAMILIES: dict[str, Family] = {
-    "qwen3_moe": Family(
-        architecture="Qwen3MoeForCausalLM",
-        experts=("num_experts", "num_local_experts"),
-        expert_ffn="moe_intermediate_size",
-        moe="mlp",
-        qk_norm="head",
-        kv_heads=True,
-        window="switched",
-    ),
-    "olmoe": Family(
-        architecture="OlmoeForCausalLM",
-        experts=("num_experts", "num_local_experts"),
-        moe="mlp",
-        qk_norm="projection",
-    ),
-    "mixtral": Family(
-        architecture="MixtralForCausalLM",
-        experts=("num_local_experts", "num_experts"),
-        moe="block_sparse_moe",
-        expert_names=("w1", "w3", "w2"),
-        renormalise=True,
-        bias=False,
-        kv_heads=True,
-        rope_theta=1e6,
-        window="always",
-    ),
-    "qwen3": Family(architecture="Qwen3ForCausalLM", qk_norm="head", kv_heads=True, head_dim=128, window="switched"),
-    "llama": Family(architecture="LlamaForCausalLM"),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Llama 3's stretching of slow rotary frequencies (rope_type `llama3`)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context: int
+from contraflow.model.hf_config import FULL, WINDOW, read_fields, rope_tree
+from contraflow.model.kinds import FAMILIES, Latent, QKNorm, RopeScaling, Yarn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +40,25 @@ class ModelConfig:
     clip_qkv: float | None = None
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: RopeScaling | Yarn | None = None
     tied: bool = False  # the head is the embedding
     context: int = 4096
     bos: int | None = None
     eos: tuple[int, ...] = ()
     pad: int | None = None
+    # What came later stands in a digest only where it is not the default, so that older digests hold.
+    qk_normed: bool = True  # the family's query and key norm is there
+    rotary_dim: int = 0  # dimensions of a head that turn with its position, the first ones; 0: all
+    latent: Latent | None = None  # keys and values are made from a latent; `head_dim` is a query's, `kv_heads` = heads
+    window: int = 0  # positions that a token of the `window_layers` sees, its own among them
+    window_layers: tuple[int, ...] = ()
+    shared_experts: int = 0  # that every token of a mixture goes to, as one MLP of so many times `expert_ffn`
+    groups: int = 1  # of experts, of which a token goes to the best `top_groups` only
+    top_groups: int = 1
+    routed_scale: float = 1.0  # of router weights, after they are made to sum to 1
+    swiglu_alpha: float = 0.0  # of gpt-oss's experts: gain of the gate's sigmoid, and the clamp of gate and up
+    swiglu_limit: float = 0.0
+    mtp_layers: int = 0  # layers for multi-token prediction on disk, behind the others: neither computed nor kept
 
     def __post_init__(self) -> None:
         for fault in _faults(self):
@@ -113,7 +66,12 @@ class ModelConfig:
 
     @property
     def qk_norm(self) -> QKNorm:
-        return FAMILIES[self.family].qk_norm
+        return FAMILIES[self.family].qk_norm if self.qk_normed else "none"
+
+    @property
+    def rotary(self) -> int:
+        """Dimensions that turn with the position: of a head, or of the part of it that latent attention turns."""
+        return self.latent.rope_dim if self.latent is not None else self.rotary_dim or self.head_dim
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -123,43 +81,11 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, tree: Mapping[str, Any]) -> "ModelConfig":
         """Read the content of a config.json. Raises ModelError naming the key, its value and what is allowed."""
-        kind = tree.get("model_type")
-        if kind not in FAMILIES:
-            raise ModelError(f"model_type {kind!r} is not known; known are {', '.join(FAMILIES)}")
-        family = FAMILIES[kind]
-        _refuse(tree, family)
-        heads, dim, layers = (_int(tree, k) for k in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
-        ffn = _int(tree, "intermediate_size")
-        theta, scaling = _rope(tree, family)
-        return cls(
-            family=kind,
-            vocab=_int(tree, "vocab_size"),
-            dim=dim,
-            layers=layers,
-            heads=heads,
-            kv_heads=_int(tree, "num_key_value_heads", missing=None if family.kv_heads else heads, null=heads),
-            head_dim=_int(tree, "head_dim", missing=family.head_dim or dim // max(heads, 1), null=dim // max(heads, 1)),
-            **_mixture(tree, family, layers, ffn),
-            attention_bias=family.bias and bool(tree.get("attention_bias")),
-            clip_qkv=tree.get("clip_qkv") if kind == "olmoe" else None,
-            norm_eps=_float(tree, "rms_norm_eps"),
-            rope_theta=theta,
-            rope_scaling=scaling,
-            tied=bool(tree.get("tie_word_embeddings")),
-            context=_int(tree, "max_position_embeddings"),
-            bos=tree.get("bos_token_id"),
-            eos=_ids(tree.get("eos_token_id")),
-            pad=tree.get("pad_token_id"),
-        )
+        return cls(**read_fields(tree))
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that transformers and `from_hf` read back to the same model."""
         family = FAMILIES[self.family]
-        rope: dict[str, Any] = {"rope_theta": self.rope_theta, "rope_type": "default"}
-        if self.rope_scaling is not None:
-            given = dataclasses.asdict(self.rope_scaling)
-            given["original_max_position_embeddings"] = given.pop("original_context")
-            rope |= {"rope_type": "llama3", **given}
         tree: dict[str, Any] = {
             "architectures": [family.architecture],
             "model_type": self.family,
@@ -173,7 +99,7 @@ class ModelConfig:
             "hidden_act": "silu",
             "rms_norm_eps": self.norm_eps,
             "rope_theta": self.rope_theta,
-            "rope_parameters": rope,
+            "rope_parameters": rope_tree(self.rope_theta, self.rope_scaling),
             "tie_word_embeddings": self.tied,
             "max_position_embeddings": self.context,
             "bos_token_id": self.bos,
@@ -190,14 +116,45 @@ class ModelConfig:
             tree["mlp_only_layers"] = list(self.dense_layers)
         if self.family == "olmoe":
             tree["clip_qkv"] = self.clip_qkv
+        return tree | self._special_tree()
+
+    def _special_tree(self) -> dict[str, Any]:
+        """Keys that only some families have."""
+        family, tree = FAMILIES[self.family], dict[str, Any]()
+        if family.sigmoid:
+            tree |= {"moe_intermediate_size": self.expert_ffn, "first_k_dense_replace": len(self.dense_layers)}
+            tree |= {"n_shared_experts": self.shared_experts, "routed_scaling_factor": self.routed_scale}
+            tree |= {"n_group": self.groups, "topk_group": self.top_groups, "num_nextn_predict_layers": 0}
+        if family.partial_rotary is not None:
+            tree["partial_rotary_factor"] = self.rotary / self.head_dim
+        if family.qk_norm_key is not None:
+            tree[family.qk_norm_key] = self.qk_normed
+        if self.latent is not None:
+            latent = self.latent
+            tree |= {"q_lora_rank": latent.q_rank, "kv_lora_rank": latent.kv_rank, "v_head_dim": latent.value_dim}
+            tree |= {"qk_nope_head_dim": latent.nope_dim, "qk_rope_head_dim": latent.rope_dim}
+            tree |= {"rope_interleave": latent.interleaved, "head_dim": latent.rope_dim}
+        if family.oss:
+            kinds = [WINDOW if i in self.window_layers else FULL for i in range(self.layers)]
+            tree |= {"sliding_window": self.window or self.context, "layer_types": kinds}
+            tree |= {"swiglu_alpha": self.swiglu_alpha, "swiglu_limit": self.swiglu_limit}
         return tree
 
     def digest(self) -> str:
         """SHA-256 (hex) over everything that decides what the weights mean; special tokens do not."""
         fields = dataclasses.asdict(self)
-        for name in ("bos", "eos", "pad"):
+        for name in ("bos", "eos", "pad", "mtp_layers"):
             del fields[name]
+        for field in dataclasses.fields(self):
+            if field.name in _LATER and getattr(self, field.name) == field.default:
+                fields.pop(field.name, None)
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+_LATER = (
+    *("qk_normed", "rotary_dim", "latent", "window", "window_layers", "shared_experts", "groups", "top_groups"),
+    *("routed_scale", "swiglu_alpha", "swiglu_limit"),
+)
 
 
 def _faults(c: ModelConfig) -> list[str]:
@@ -222,73 +179,46 @@ def _faults(c: ModelConfig) -> list[str]:
         faults.append(f"dense_layers = {list(c.dense_layers)} must be in [0, layers = {c.layers})")
     if (not c.experts or c.dense_layers) and c.ffn < 1:
         faults.append(f"ffn = {c.ffn} must be at least 1, since there are dense layers")
+    return faults + _special_faults(c)
+
+
+def _special_faults(c: ModelConfig) -> list[str]:
+    """Of what only some families have."""
+    family, faults = FAMILIES[c.family], []
+    if not 0 <= c.rotary_dim <= c.head_dim or c.rotary % 2:
+        faults.append(f"rotary_dim = {c.rotary} must be even and at most head_dim = {c.head_dim}")
+    if bool(c.latent) != family.latent:
+        faults.append(f"latent = {c.latent}: the family {'needs' if family.latent else 'has no'} latent attention")
+    if c.latent is not None:
+        faults += _latent_faults(c, c.latent)
+    if bool(c.window) != bool(c.window_layers) or (c.window and not family.oss) or c.window < 0:
+        faults.append(f"window = {c.window} of layers {list(c.window_layers)}: only gpt_oss has one, of 1 or more")
+    if family.oss and not (c.swiglu_alpha > 0 and c.swiglu_limit > 0):
+        faults.append(f"swiglu_alpha = {c.swiglu_alpha} and swiglu_limit = {c.swiglu_limit} must be above 0")
+    if family.sigmoid and c.dense_layers != tuple(range(len(c.dense_layers))):
+        faults.append(f"dense_layers = {list(c.dense_layers)} must be the first ones")
+    if family.sigmoid and c.shared_experts < 1:
+        faults.append(f"shared_experts = {c.shared_experts} must be at least 1")
+    if not 1 <= c.top_groups <= c.groups or (c.groups > 1 and (c.experts % c.groups or c.experts < 2 * c.groups)):
+        faults.append(
+            f"groups = {c.groups} must divide {c.experts} experts into twos or more, top_groups in [1, groups]"
+        )
+    elif c.top_k > c.experts // c.groups * c.top_groups:
+        faults.append(f"top_k = {c.top_k} is more than {c.top_groups} of {c.groups} groups of experts hold")
     return faults
 
 
-def _refuse(tree: Mapping[str, Any], family: Family) -> None:
-    """What the decoder does not compute."""
-    if tree.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"hidden_act {tree['hidden_act']!r} is not supported; only 'silu' is")
-    if tree.get("mlp_bias"):
-        raise ModelError("mlp_bias true is not supported")
-    if tree.get("quantization_config"):
-        raise ModelError("quantization_config: quantised weights are not read; dequantise the checkpoint first")
-    window = tree.get("sliding_window")
-    on = family.window == "always" or (family.window == "switched" and bool(tree.get("use_sliding_window")))
-    if on and window is not None and window < _int(tree, "max_position_embeddings"):
-        raise ModelError(f"sliding_window {window} is not supported; attention here is always over the whole context")
-
-
-def _mixture(tree: Mapping[str, Any], family: Family, layers: int, ffn: int) -> dict[str, Any]:
-    if not family.experts:
-        return {"ffn": ffn}
-    key = next((k for k in family.experts if tree.get(k) is not None), family.experts[0])
-    step = _int(tree, "decoder_sparse_step", missing=1)
-    listed = tree.get("mlp_only_layers") or []
-    dense = tuple(i for i in range(layers) if i in listed or (i + 1) % max(step, 1))
-    return {
-        "experts": _int(tree, key),
-        "top_k": _int(tree, "num_experts_per_tok"),
-        "expert_ffn": _int(tree, family.expert_ffn),
-        "ffn": ffn if family.expert_ffn != "intermediate_size" else 0,
-        "dense_layers": dense,
-        "renormalise": bool(tree.get("norm_topk_prob")) if family.renormalise is None else family.renormalise,
-    }
-
-
-def _rope(tree: Mapping[str, Any], family: Family) -> tuple[float, RopeScaling | None]:
-    rope = tree.get("rope_parameters") or tree.get("rope_scaling") or {}
-    theta = rope.get("rope_theta", tree.get("rope_theta") or family.rope_theta)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if float(rope.get("partial_rotary_factor", tree.get("partial_rotary_factor") or 1.0)) != 1.0:
-        raise ModelError("partial_rotary_factor other than 1 is not supported")
-    if kind == "default":
-        return float(theta), None
-    if kind != "llama3":
-        raise ModelError(f"rope_type {kind!r} is not supported; 'default' and 'llama3' are")
-    names = ("factor", "low_freq_factor", "high_freq_factor")
-    factors = {name: _float(rope, name) for name in names}
-    return float(theta), RopeScaling(**factors, original_context=_int(rope, "original_max_position_embeddings"))
-
-
-def _int(tree: Mapping[str, Any], key: str, *, missing: int | None = None, null: int | None = None) -> int:
-    value = tree.get(key, missing)
-    value = null if value is None and key in tree else value
-    if value is None:
-        raise ModelError(f"config key {key!r} is missing")
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ModelError(f"config key {key!r} = {value!r} must be an integer")
-    return value
-
-
-def _float(tree: Mapping[str, Any], key: str) -> float:
-    value = tree.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ModelError(f"config key {key!r} = {value!r} must be a number" if key in tree else f"{key!r} is missing")
-    return float(value)
-
-
-def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+def _latent_faults(c: ModelConfig, latent: Latent) -> list[str]:
+    faults = []
+    sizes = {name: getattr(latent, name) for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim")}
+    if latent.q_rank is not None:
+        sizes["q_rank"] = latent.q_rank
+    faults += [f"latent {name} = {size} must be at least 1" for name, size in sizes.items() if size < 1]
+    if c.kv_heads != c.heads or c.head_dim != latent.nope_dim + latent.rope_dim:
+        faults.append(f"kv_heads = {c.kv_heads} must be heads = {c.heads}, head_dim = {c.head_dim} nope_dim + rope_dim")
+    if latent.value_dim > c.head_dim:
+        # Keys and values share a cache.
+        faults.append(f"latent value_dim = {latent.value_dim} must be at most head_dim = {c.head_dim}")
+    if c.attention_bias and latent.q_rank is None:
+        faults.append("attention_bias without a q_rank is not supported")
+    return faults

@@ -104,7 +104,7 @@ def write_folder(
         nonlocal dtype
         for name, whole in tensors:
             dtype = whole.dtype if name == "norm" else dtype
-            yield from ((part.name, whole[part.index]) for part in table[name])
+            yield from ((part.name, part.of(whole)) for part in table[name])
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -168,7 +168,7 @@ def _fill(whole: Tensor, part: Part, tensor: Tensor, file: Path) -> None:
         raise ModelError(f"{file}: tensor {part.name!r} is {list(tensor.shape)}, but must be {list(part.shape)}")
     if tensor.dtype not in DTYPES:
         raise ModelError(f"{file}: tensor {part.name!r} is {tensor.dtype}, but must be one of {DTYPES}")
-    whole[part.index].copy_(tensor)
+    part.of(whole).copy_(tensor)
 
 
 def _harmless(name: str, tensor: Tensor, decoder: Decoder, wanted: dict[str, Any]) -> bool:
@@ -180,8 +180,11 @@ def _harmless(name: str, tensor: Tensor, decoder: Decoder, wanted: dict[str, Any
 
 
 def _redundant(name: str, config: ModelConfig) -> bool:
-    """Old checkpoints hold rotary frequencies, and tied ones may hold the embedding twice."""
-    return name.endswith("rotary_emb.inv_freq") or (config.tied and name == "lm_head.weight")
+    """Old checkpoints hold rotary frequencies, tied ones may hold the embedding twice, and some hold layers for
+    multi-token prediction behind the decoder's."""
+    more = [f"model.layers.{config.layers + extra}." for extra in range(config.mtp_layers)]
+    tied = config.tied and name == "lm_head.weight"
+    return tied or name.endswith("rotary_emb.inv_freq") or name.startswith(tuple(more))
 
 
 def _files(folder: Path) -> dict[Path, list[str] | None]:

@@ -1,5 +1,7 @@
 """The feed-forward half of a layer: a dense gated MLP, or a router, a dispatch and experts as grouped matmuls.
 
+Every token of a DeepSeek-V3 or GLM-4.5 mixture goes to its shared experts too: one more MLP, which no dispatch knows.
+
 Shape letters: T tokens, D width, F hidden width of an MLP or expert, E experts, R rows given to experts.
 """
 
@@ -10,18 +12,26 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from contraflow.dispatch.base import Dispatch
+from contraflow.model.clamped import add_bias, clamped_swiglu
 from contraflow.model.families import ModelConfig
+from contraflow.model.kinds import FAMILIES
 from contraflow.model.ops import cast, linear
 from contraflow.model.router import Router, Tape
+from contraflow.model.sigmoid_router import SigmoidRouter
+
+EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias")  # parameters with a row an expert; biases are gpt-oss's
 
 
 class DenseMLP(nn.Module):
     """SwiGLU (Shazeer 2020) with gate and up fused into one matrix."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, ffn: int | None = None
+    ) -> None:
         super().__init__()
-        self.gate_up = nn.Parameter(torch.empty(2 * config.ffn, config.dim, dtype=dtype, device=device))
-        self.down = nn.Parameter(torch.empty(config.dim, config.ffn, dtype=dtype, device=device))
+        ffn = config.ffn if ffn is None else ffn
+        self.gate_up = nn.Parameter(torch.empty(2 * ffn, config.dim, dtype=dtype, device=device))
+        self.down = nn.Parameter(torch.empty(config.dim, ffn, dtype=dtype, device=device))
 
     def forward(self, x_TD: Tensor, tape: Tape | None) -> Tensor:
         """`[T, D]` -> `[T, D]`; records nothing."""
@@ -36,22 +46,35 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         experts, ffn, dim = config.experts, config.expert_ffn, config.dim
+        family, made = FAMILIES[config.family], dict[str, Any](dtype=dtype, device=device)
         self.dispatch = dispatch
-        self.router = Router(config, device)
-        self.gate_up = nn.Parameter(torch.empty(experts, 2 * ffn, dim, dtype=dtype, device=device))
-        self.down = nn.Parameter(torch.empty(experts, dim, ffn, dtype=dtype, device=device))
+        self.router = SigmoidRouter(config, device) if family.sigmoid else Router(config, device)
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * ffn, dim, **made))
+        self.down = nn.Parameter(torch.empty(experts, dim, ffn, **made))
+        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
+        self.gate_up_bias = nn.Parameter(torch.empty(experts, 2 * ffn, **made)) if family.oss else None
+        self.down_bias = nn.Parameter(torch.empty(experts, dim, **made)) if family.oss else None
+        self.shared = DenseMLP(config, **made, ffn=config.shared_experts * ffn) if config.shared_experts else None
 
     def forward(self, x_TD: Tensor, tape: Tape | None) -> Tensor:
         """`[T, D]` -> `[T, D]`, the sum of each token's experts by router weight."""
         ids_TK, weights_TK = self.router(x_TD, tape)
         rows = self.dispatch.dispatch(x_TD, ids_TK, weights_TK)
         answers_RD = self.experts(rows.x_RD, rows.ends_E) * rows.weights_R.unsqueeze(1)
-        return self.dispatch.combine(cast(answers_RD, x_TD.dtype), rows.handle)
+        out_TD = self.dispatch.combine(cast(answers_RD, x_TD.dtype), rows.handle)
+        return out_TD if self.shared is None else out_TD + self.shared(x_TD, None)
+
+    def expert_parameters(self) -> dict[str, nn.Parameter]:
+        """Those of `EXPERTS` that the family has: what expert parallelism cuts."""
+        return {name: weight for name, weight in self.named_parameters(recurse=False) if name in EXPERTS}
 
     def experts(self, x_RD: Tensor, ends_E: Tensor) -> Tensor:
         """Each expert over its rows; rows past the last end come out undefined."""
-        hidden_RF = swiglu(F.grouped_mm(x_RD, cast(self.gate_up, x_RD.dtype).mT, offs=ends_E))
-        return F.grouped_mm(hidden_RF, cast(self.down, x_RD.dtype).mT, offs=ends_E)
+        gate_up_RF = F.grouped_mm(x_RD, cast(self.gate_up, x_RD.dtype).mT, offs=ends_E)
+        if self.gate_up_bias is None or self.down_bias is None:
+            return F.grouped_mm(swiglu(gate_up_RF), cast(self.down, x_RD.dtype).mT, offs=ends_E)
+        hidden_RF = clamped_swiglu(add_bias(gate_up_RF, self.gate_up_bias, ends_E), self.alpha, self.limit)
+        return add_bias(F.grouped_mm(hidden_RF, cast(self.down, x_RD.dtype).mT, offs=ends_E), self.down_bias, ends_E)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

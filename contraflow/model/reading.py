@@ -68,18 +68,21 @@ class TensorFiles:
             there = self._opened[file].get_slice(part.name)
             if tuple(there.get_shape()) != part.shape:
                 raise ModelError(f"{file}: tensor {part.name!r} is {there.get_shape()}, but must be {list(part.shape)}")
-            found: Tensor = there[tuple(slice(start, end) for start, end in box[fixed:])]
+            slices = [slice(start, end) for start, end in box[fixed:]]
+            if part.turned:
+                slices[-2:] = slices[-1], slices[-2]
+            found: Tensor = there[tuple(slices)]
         except (OSError, SafetensorError) as fault:
             raise ModelError(f"{file}: tensor {part.name!r} cannot be read: {fault}") from None
         if not found.dtype.is_floating_point or found.dtype.itemsize < 2:
             raise ModelError(f"{file}: tensor {part.name!r} is {found.dtype}, which weights cannot be")
-        return found
+        return found.mT if part.turned else found
 
 
 def _area(part: Part) -> Box:
     """The box of the whole that a part fills."""
     area: list[Range] = []
-    rest = list(part.shape)
+    rest = list(part.inside)
     for index in part.index:
         if isinstance(index, int):
             area.append((index, index + 1))

@@ -1,7 +1,7 @@
 """Which experts a token goes to, and a tape that remembers it.
 
-The router is a softmax over experts in fp32, its top K kept, renormalised or not. The tape records a forward pass and
-computes nothing until asked. Neither moves tokens (`dispatch/` does).
+The router is a softmax over experts in fp32, its top K kept, renormalised or not; `sigmoid_router` is another. The tape
+records a forward pass and computes nothing until asked. Neither moves tokens (`dispatch/` does).
 
 Shape letters: T tokens, D width, E experts, K experts per token, M MoE layers.
 """
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from contraflow.errors import ModelError
 from contraflow.model.families import ModelConfig
+from contraflow.model.kinds import FAMILIES
 from contraflow.model.ops import cast, linear
 
 
@@ -69,9 +70,10 @@ class RouterTape:
         """Load-balancing loss, fp32 `[]`: E * sum over experts of (pairs given / tokens) * (mean probability).
 
         Equations 4 to 6 of the Switch Transformer (Fedus et al. 2021), over the tokens of all MoE layers together, as
-        transformers computes it; K when perfectly balanced. It is of this forward pass: the losses of micro-batches do
-        not add up to that of their union, unless each is given the union's `loads_ME` and number of `tokens` fed. So do
-        those of parts of the layers: `loads_ME` is then of all layers.
+        transformers computes it; K when perfectly balanced. A sigmoid router's probabilities are its scores divided by
+        their sum (DeepSeek-V3, arXiv 2412.19437, equation 19). It is of this forward pass: the losses of micro-batches
+        do not add up to that of their union, unless each is given the union's `loads_ME` and number of `tokens` fed. So
+        do those of parts of the layers: `loads_ME` is then of all layers.
         """
         self._need()
         logits_NE = torch.cat(self._logits_TE)
@@ -87,16 +89,18 @@ class RouterTape:
 
 
 class Router(nn.Module):
-    """Softmax top-K over experts."""
+    """Softmax top-K over experts; gpt-oss's adds a bias to the logits."""
 
     def __init__(self, config: ModelConfig, device: torch.device | str) -> None:
         super().__init__()
         self.top_k, self.renormalise = config.top_k, config.renormalise
         self.weight = nn.Parameter(torch.empty(config.experts, config.dim, dtype=torch.float32, device=device))
+        biased = FAMILIES[config.family].oss
+        self.bias = nn.Parameter(torch.empty_like(self.weight[:, 0])) if biased else None
 
     def forward(self, x_TD: Tensor, tape: Tape | None) -> tuple[Tensor, Tensor]:
         """`[T, D]` -> expert ids int64 `[T, K]`, best first, and their weights fp32 `[T, K]`."""
-        logits_TE = linear(cast(x_TD, torch.float32), self.weight)
+        logits_TE = linear(cast(x_TD, torch.float32), self.weight, self.bias)
         scores_TE = logits_TE if self.renormalise else logits_TE.softmax(-1)
         if tape is None:
             weights_TK, ids_TK = scores_TE.topk(self.top_k)

@@ -21,6 +21,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from contraflow.errors import ModelError
 from contraflow.model.attention import FLASH_DTYPES, FLASH_GQA
+from contraflow.model.sinks import Sight
 from contraflow.types import Batch, Int64
 
 
@@ -130,8 +131,10 @@ class ContextPlan:
         """The same for every layer."""
         return self
 
-    def attend(self, q_RHd: Tensor, k_RGd: Tensor, v_RGd: Tensor) -> Tensor:
-        """See `model.attention.attend`; for the tokens held here."""
+    def attend(self, q_RHd: Tensor, k_RGd: Tensor, v_RGd: Tensor, sight: Sight | None = None) -> Tensor:
+        """See `model.attention.attend`; for the tokens held here. Raises: ModelError for sinks and windows."""
+        if sight is not None:
+            raise ModelError("attention sinks and sliding windows are not spread over context ranks; use cp = 1")
         kv_TGd: Tensor = _Gather.apply(torch.cat((k_RGd, v_RGd), 1), self._counts, self._exchange)  # type: ignore[no-untyped-call]
         k_KGd, v_KGd = kv_TGd.index_select(0, self._place_K).chunk(2, 1)
         if not self._queries:

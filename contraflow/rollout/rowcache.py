@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from contraflow.model.cache import KVCache
+from contraflow.model.sinks import Sight, hidden, sink_softmax
 
 
 class RowCache:
@@ -81,18 +82,32 @@ class RowPlan:
         lowest = torch.finfo(cache.store.dtype).min / 2
         mask_BL = torch.zeros(hidden_BL.shape, dtype=cache.store.dtype).masked_fill_(hidden_BL, lowest)
         self._mask_X1L = mask_BL[:, None].expand(-1, kv_heads, -1).reshape(self._rows, 1, longest)
+        self._last_B1 = lengths_B[:, None] - 1
+        self._windowed: dict[int, Tensor] = {}  # masks of other windows, made when first asked for
 
     def layer(self, index: int) -> "_RowLayer":
         """The view of one layer's rows."""
         return _RowLayer(self, *self._cache.layers[index])
 
-    def attend(self, q_BHd: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, q_BHd: Tensor, keys: Tensor, values: Tensor, sight: Sight | None) -> Tensor:
         """Attention of each row's query heads, as two batched matmuls over the row's own K/V."""
         keys_XLd, values_XLd = keys[: self._rows, : self._longest], values[: self._rows, : self._longest]
         d = q_BHd.shape[-1]
         q_Xsd = q_BHd.reshape(self._rows, -1, d)
-        scores_XsL = torch.baddbmm(self._mask_X1L, q_Xsd, keys_XLd.transpose(1, 2), alpha=d**-0.5)
-        return torch.bmm(scores_XsL.softmax(-1), values_XLd).view(q_BHd.shape)
+        mask_X1L = self._mask_X1L if sight is None or sight.window is None else self._mask(sight.window)
+        scores_XsL = torch.baddbmm(mask_X1L, q_Xsd, keys_XLd.transpose(1, 2), alpha=d**-0.5)
+        if sight is None:
+            return torch.bmm(scores_XsL.softmax(-1), values_XLd).view(q_BHd.shape)
+        sinks_Xs = sight.sinks_H.view(1, -1, q_Xsd.shape[1]).expand(len(q_BHd), -1, -1).flatten(0, 1)
+        return torch.bmm(sink_softmax(scores_XsL, sinks_Xs), values_XLd).view(q_BHd.shape)
+
+    def _mask(self, window: int) -> Tensor:
+        if window not in self._windowed:
+            unseen_BL = hidden(self._last_B1, self._cache.positions_C[: self._longest], window)
+            unseen_X1L = unseen_BL.repeat_interleave(self._cache.kv_heads, 0).unsqueeze(1)
+            lowest = torch.finfo(self._mask_X1L.dtype).min / 2
+            self._windowed[window] = self._mask_X1L.masked_fill(unseen_X1L, lowest)
+        return self._windowed[window]
 
     def write(self, places: Tensor, k_BGd: Tensor, v_BGd: Tensor) -> None:
         """Put each row's new key and value at its position."""
@@ -105,6 +120,6 @@ class _RowLayer:
     def __init__(self, plan: RowPlan, keys: Tensor, values: Tensor, places: Tensor) -> None:
         self._plan, self._keys, self._values, self._places = plan, keys, values, places
 
-    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sight: Sight | None = None) -> Tensor:
         self._plan.write(self._places, k_TGd, v_TGd)
-        return self._plan.attend(q_THd, self._keys, self._values)
+        return self._plan.attend(q_THd, self._keys, self._values, sight)

@@ -10,6 +10,7 @@ from torch import Tensor
 from contraflow.model.attention import PackedPlan
 from contraflow.model.decoder import Decoder
 from contraflow.model.families import ModelConfig
+from contraflow.model.kinds import Latent
 
 MakeDecoder = Callable[..., Decoder]
 Forward = Callable[[Decoder, Sequence[Tensor]], Tensor]
@@ -22,6 +23,15 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS | {"ffn": 48, "dense_layers": (1,), "renormalise": True, "layers": 3},
     "olmoe": EXPERTS | {"clip_qkv": 0.8},
     "mixtral": EXPERTS | {"renormalise": True},
+    "deepseek_v3": EXPERTS
+    | {"kv_heads": 4, "head_dim": 20, "latent": Latent(q_rank=24, kv_rank=12, nope_dim=12, rope_dim=8, value_dim=16)}
+    | {"ffn": 48, "dense_layers": (0,), "layers": 3, "groups": 3, "top_groups": 2, "shared_experts": 1}
+    | {"renormalise": True, "routed_scale": 2.5},
+    "glm4_moe": EXPERTS
+    | {"ffn": 48, "dense_layers": (0,), "layers": 3, "rotary_dim": 4, "shared_experts": 2, "attention_bias": True},
+    "gpt_oss": EXPERTS
+    | {"window": 5, "window_layers": (0,), "swiglu_alpha": 1.702, "swiglu_limit": 0.5, "attention_bias": True}
+    | {"renormalise": True},
     "qwen3": {"ffn": 48, "head_dim": 16, "tied": True},
     "llama": {"ffn": 48, "attention_bias": True},
 }

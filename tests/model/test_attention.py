@@ -104,7 +104,7 @@ def test_a_token_sees_what_came_before_and_nothing_after(
 
 @settings(max_examples=20, deadline=None)
 @given(lengths=LENGTHS, block_tokens=st.sampled_from([1, 3, 16]), seed=st.integers(0, 99))
-@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"])
 def test_decoding_token_by_token_equals_the_packed_forward(
     family: str,
     lengths: list[int],
@@ -122,9 +122,11 @@ def test_decoding_token_by_token_equals_the_packed_forward(
         torch.testing.assert_close(paged, forward(decoder, tokens), rtol=0, atol=5e-5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(lengths=LENGTHS, chunk=st.integers(1, 7), block_tokens=st.sampled_from([1, 4]), seed=st.integers(0, 99))
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_prefill_in_chunks_of_any_size_equals_the_packed_forward(
+    family: str,
     lengths: list[int],
     chunk: int,
     block_tokens: int,
@@ -132,7 +134,7 @@ def test_prefill_in_chunks_of_any_size_equals_the_packed_forward(
     make_decoder: Callable[..., Decoder],
     forward: Forward,
 ) -> None:
-    decoder, tokens = make_decoder("qwen3_moe"), sequences(lengths, seed)
+    decoder, tokens = make_decoder(family), sequences(lengths, seed)
     with torch.inference_mode():
         pages = Pages(decoder, lengths, block_tokens, seed)
         while pages.done != lengths:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from contraflow.errors import ModelError
-from contraflow.model.families import FAMILIES, ModelConfig, RopeScaling
+from contraflow.model.families import ModelConfig
+from contraflow.model.kinds import FAMILIES, Latent, RopeScaling, Yarn
 
 QWEN3_MOE: dict[str, Any] = {
     "model_type": "qwen3_moe", "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
@@ -68,6 +69,19 @@ def test_llama3_scaling_is_read_where_transformers_4_and_5_put_it(keys: dict[str
     )
 
 
+@pytest.mark.parametrize(
+    "rope", [{"beta_fast": None}, {"beta_slow": 2, "truncate": False, "mscale": 1, "type": "yarn"}]
+)
+def test_yarn_is_read_with_what_it_leaves_out(rope: dict[str, Any]) -> None:
+    given = {"rope_type": "yarn", "factor": 8, "original_max_position_embeddings": 32}
+    config = ModelConfig.from_hf(LLAMA | {"rope_theta": 5e5, "rope_scaling": given | rope})
+    slow, mscale = (2.0, 1.0) if "mscale" in rope else (1.0, None)
+    assert config.rope_scaling == Yarn(
+        factor=8.0, original_context=32, beta_slow=slow, truncate=mscale is None, mscale=mscale
+    )
+    assert ModelConfig.from_hf(config.to_hf()) == config
+
+
 def test_the_number_of_experts_is_read_under_both_names() -> None:
     assert ModelConfig.from_hf(QWEN3_MOE).experts == 6
     assert ModelConfig.from_hf(without(QWEN3_MOE, "num_experts") | {"num_local_experts": 6}).experts == 6
@@ -113,7 +127,7 @@ def test_a_missing_key_is_named(key: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"model_type": "gpt2"}, "'gpt2' is not known; known are qwen3_moe, olmoe, mixtral, qwen3, llama"),
+        ({"model_type": "gpt2"}, "'gpt2' is not known; known are qwen3_moe, olmoe, mixtral, deepseek_v3, "),
         ({"model_type": None}, "known are"),
         ({"hidden_size": "32"}, "'hidden_size' = '32' must be an integer"),
         ({"num_hidden_layers": True}, "must be an integer"),
@@ -121,7 +135,10 @@ def test_a_missing_key_is_named(key: str) -> None:
         ({"hidden_act": "gelu"}, "'gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"use_sliding_window": True, "sliding_window": 32}, "sliding_window 32"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn' is not supported; 'default' and 'llama3' are"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+            "'dynamic' is not supported; 'default', 'llama3' and",
+        ),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "'factor' is missing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"num_key_value_heads": 3}, "heads = 4 must be a multiple of kv_heads = 3"),
@@ -164,3 +181,105 @@ def test_the_digest_changes_with_the_architecture_and_not_with_special_tokens(
     changed = {"rope_theta": 5e5, "top_k": 3, "renormalise": False, "layers": 4, "norm_eps": 1e-5}
     digests = {dataclasses.replace(config, **{k: v}).digest() for k, v in changed.items()}
     assert len(digests | {config.digest()}) == len(changed) + 1
+
+
+@pytest.mark.parametrize(
+    ("family", "digest"),
+    [
+        ("qwen3_moe", "818852a4aa64c4ed"),
+        ("olmoe", "3874e3a11fcd2427"),
+        ("mixtral", "f600ee2d2a0ec2eb"),
+        ("qwen3", "40d26ad28bb20859"),
+        ("llama", "807f9b14dc23694d"),
+    ],
+)
+def test_digests_stay_what_they_were_since_checkpoints_name_them(
+    family: str, digest: str, make_config: Callable[..., ModelConfig]
+) -> None:
+    assert make_config(family).digest().startswith(digest)
+
+
+def test_what_came_later_is_in_the_digest_where_it_is_used(make_config: Callable[..., ModelConfig]) -> None:
+    changed: list[tuple[str, dict[str, Any]]] = [
+        ("glm4_moe", {"rotary_dim": 8}),
+        ("glm4_moe", {"qk_normed": False}),
+        ("glm4_moe", {"routed_scale": 2.0}),
+        ("glm4_moe", {"shared_experts": 1}),
+        ("glm4_moe", {"groups": 3, "top_groups": 1}),
+        ("gpt_oss", {"window": 6}),
+        ("gpt_oss", {"window_layers": (1,)}),
+        ("gpt_oss", {"swiglu_limit": 7.0}),
+        ("deepseek_v3", {"rope_scaling": Yarn(factor=2.0, original_context=32)}),
+        ("deepseek_v3", {"latent": Latent(q_rank=16, kv_rank=12, nope_dim=12, rope_dim=8, value_dim=16)}),
+    ]
+    for family, change in changed:
+        config = make_config(family)
+        assert dataclasses.replace(config, **change).digest() != config.digest(), change
+    config = make_config("deepseek_v3")
+    assert dataclasses.replace(config, mtp_layers=1).digest() == config.digest()
+
+
+def spoilt(family: str, make_config: Callable[..., ModelConfig], keys: dict[str, Any]) -> dict[str, Any]:
+    tree = make_config(family).to_hf() | keys
+    return {key: value for key, value in tree.items() if value != "gone"}
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "said"),
+    [
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported; only 'sigmoid'"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method 'greedy'"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ("deepseek_v3", {"kv_lora_rank": "gone"}, "'kv_lora_rank' is missing"),
+        ("deepseek_v3", {"kv_lora_rank": 0}, "latent kv_rank = 0 must be at least 1"),
+        ("deepseek_v3", {"q_lora_rank": "24"}, "'q_lora_rank' = '24' must be an integer"),
+        ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True}, "attention_bias without a q_rank"),
+        ("deepseek_v3", {"v_head_dim": 24}, "value_dim = 24 must be at most head_dim = 20"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "kv_heads = 2 must be heads = 4"),
+        ("deepseek_v3", {"qk_rope_head_dim": 7}, "must be even"),
+        ("deepseek_v3", {"n_group": 4}, "groups = 4 must divide 6 experts"),
+        ("deepseek_v3", {"n_group": 6}, "groups = 6 must divide 6 experts into twos"),
+        ("deepseek_v3", {"topk_group": 4}, "top_groups in"),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, "top_k = 5 is more than 2 of 3 groups"),
+        ("deepseek_v3", {"n_shared_experts": 0}, "shared_experts = 0"),
+        ("deepseek_v3", {"n_shared_experts": None}, "'n_shared_experts' is missing"),
+        ("deepseek_v3", {"first_k_dense_replace": "gone"}, "'first_k_dense_replace' is missing"),
+        ("glm4_moe", {"partial_rotary_factor": 0.4}, "rotary_dim = 3 must be even"),
+        ("glm4_moe", {"routed_scaling_factor": None}, "'routed_scaling_factor' = None"),
+        ("gpt_oss", {"rope_parameters": None}, "'rope_scaling' is missing"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "must be 2 of"),
+        ("gpt_oss", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ("gpt_oss", {"sliding_window": 0}, "window = 0"),
+        ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit = 0.0 must be above 0"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised"),
+    ],
+)
+def test_what_a_special_family_cannot_compute_is_refused_by_name(
+    family: str, keys: dict[str, Any], said: str, make_config: Callable[..., ModelConfig]
+) -> None:
+    with pytest.raises(ModelError, match=said):
+        ModelConfig.from_hf(spoilt(family, make_config, keys))
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    [
+        ("llama", {"latent": Latent(q_rank=None, kv_rank=4, nope_dim=4, rope_dim=4, value_dim=4)}, "has no latent"),
+        ("deepseek_v3", {"latent": None}, "needs latent attention"),
+        ("llama", {"window": 4, "window_layers": (0,)}, "only gpt_oss has one"),
+        ("glm4_moe", {"dense_layers": (1,)}, "must be the first ones"),
+    ],
+)
+def test_a_config_of_another_family_s_parts_is_refused(
+    family: str, change: dict[str, Any], said: str, make_config: Callable[..., ModelConfig]
+) -> None:
+    with pytest.raises(ModelError, match=said):
+        make_config(family, **change)
+
+
+def test_older_gpt_oss_configs_leave_out_layers_and_swiglu(make_config: Callable[..., ModelConfig]) -> None:
+    keys = {"layer_types": None, "swiglu_alpha": "gone", "swiglu_limit": "gone", "attention_bias": "gone"}
+    config = ModelConfig.from_hf(spoilt("gpt_oss", make_config, keys))
+    assert (config.window_layers, config.swiglu_alpha, config.swiglu_limit) == ((0,), 1.702, 7.0)
+    assert config.attention_bias

@@ -12,6 +12,7 @@ from contraflow.dispatch.reference import ReferenceDispatch
 from contraflow.model.attention import PackedPlan, PagedPlan
 from contraflow.model.cache import KVCache
 from contraflow.model.decoder import Decoder
+from contraflow.model.kinds import FAMILIES
 from contraflow.model.router import RouterTape
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")]
@@ -20,7 +21,7 @@ POSITIONS = torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(STARTS
 TOKENS = torch.arange(STARTS[-1]) * 7 % 40
 
 
-@pytest.fixture(params=["qwen3_moe", "olmoe", "mixtral", "qwen3", "llama"])
+@pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -60,8 +61,9 @@ def test_flash_attention_in_half_precision_is_close_and_reaches_every_weight(
     assert likeness.median() > 0.99  # a token whose second-best expert flips may differ more
     moved.logits(out).square().mean().backward()
     for name, weight in moved.named_parameters():
-        assert weight.grad is not None, name
-        assert weight.grad.isfinite().all(), name
+        if weight.requires_grad:
+            assert weight.grad is not None, name
+            assert weight.grad.isfinite().all(), name
 
 
 def test_forward_and_backward_are_bit_equal_from_run_to_run(make_decoder: Callable[..., Decoder]) -> None:

@@ -18,6 +18,7 @@ from contraflow.model.attention import PackedPlan
 from contraflow.model.decoder import new_decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.router import RouterTape
+from contraflow.model.sinks import Sight
 from contraflow.parallel.context import ContextPlan, held, pieces, share
 from contraflow.train.forward import feed, score
 from contraflow.types import Batch
@@ -162,3 +163,9 @@ def test_losses_gradients_and_loads_of_all_ranks_add_up_to_those_of_one(
     parts = on_ranks(ranks, lambda exchange: outcome(share(batch, ranks, exchange.place), exchange))
     for wanted, *found in zip(whole, *parts, strict=True):
         torch.testing.assert_close(sum(found), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_sinks_and_windows_are_refused_by_name() -> None:
+    plan = ContextPlan([0, 3], ThreadExchange(0, [[]], Barrier(1)))
+    with pytest.raises(ModelError, match="sinks and sliding windows"):
+        plan.attend(torch.ones(3, 2, 4), torch.ones(3, 1, 4), torch.ones(3, 1, 4), Sight(torch.ones(2), None))

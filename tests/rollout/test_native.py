@@ -11,6 +11,7 @@ import torch
 from contraflow.errors import EngineError
 from contraflow.model.attention import PackedPlan
 from contraflow.model.decoder import new_decoder
+from contraflow.model.kinds import Latent, Yarn
 from contraflow.rollout.sampling import stream_key, uniforms
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -53,6 +54,12 @@ def test_logprobs_and_experts_equal_those_of_a_packed_forward(native: Any, form:
         {"family": "qwen3", "experts": 0, "top_k": 0, "expert_ffn": 0, "ffn": 48, "renormalise": False},
         {"family": "llama", "experts": 0, "top_k": 0, "expert_ffn": 0, "ffn": 48, "renormalise": False, "tied": True},
         {"dense_layers": (1,), "ffn": 24},
+        {"family": "deepseek_v3", "dense_layers": (0,), "ffn": 24, "shared_experts": 1, "groups": 4, "top_groups": 2}
+        | {"kv_heads": 4, "head_dim": 12, "routed_scale": 2.5}
+        | {"latent": Latent(q_rank=8, kv_rank=8, nope_dim=8, rope_dim=4, value_dim=6)},
+        {"family": "glm4_moe", "dense_layers": (0,), "ffn": 24, "shared_experts": 2, "rotary_dim": 4},
+        {"family": "gpt_oss", "window": 5, "window_layers": (0, 2), "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+        | {"attention_bias": True, "rope_scaling": Yarn(factor=4.0, original_context=32, truncate=False)},
         {"experts": 300, "expert_ffn": 8},
     ],
     ids=lambda changes: "-".join(f"{k}={v}" for k, v in changes.items())[:30],
@@ -61,15 +68,16 @@ def test_every_family_samples_with_the_logprobs_its_packed_forward_gives(native:
     async def body() -> None:
         config = native.tiny(**changes)
         decoder = new_decoder(config, seed=2, std=0.2)
-        engine = native.engine_of(decoder)
-        requests = native.crowd(8, want_routes=bool(config.experts))
-        completions = await native.answers(engine, requests)
-        native.assert_true_to(decoder, requests, completions)
+        for form in ("paged and chunked", "roomy"):
+            engine = native.engine_of(decoder, **FORMS[form])
+            requests = native.crowd(8, want_routes=bool(config.experts))
+            completions = await native.answers(engine, requests)
+            native.assert_true_to(decoder, requests, completions)
+            await engine.close()
         for answer in completions:
             if answer.routes is not None:
                 assert answer.routes.shape[1:] == (len(config.moe_layers), config.top_k)
                 assert answer.routes.dtype == (np.uint8 if config.experts <= 256 else np.uint16)
-        await engine.close()
 
     native.run(body)
 

@@ -1,5 +1,6 @@
 """Keys and values row by row: the same attention as over pages, and the same contents after every move."""
 
+import itertools
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from contraflow.model.attention import PagedPlan
 from contraflow.model.cache import KVCache
 from contraflow.model.families import ModelConfig
+from contraflow.model.sinks import Sight
 from contraflow.rollout.rowcache import RowCache, RowPlan
 
 LAYERS, HEADS, HEAD_DIM, PAGE, CONTEXT = 2, 4, 6, 4, 20
@@ -49,9 +51,10 @@ def test_attention_over_rows_equals_attention_over_pages(kv_heads: int, lengths:
     over_pages = PagedPlan(pages, tables_BN, lengths_B, slots_B)
     over_rows = RowPlan(rows, positions_B, lengths_B, width * PAGE)
     noise = torch.Generator().manual_seed(2)
-    for layer in range(LAYERS):
+    sinks = torch.randn(HEADS, generator=noise)
+    for layer, sight in itertools.product(range(LAYERS), (None, Sight(sinks, None), Sight(sinks, 3), Sight(sinks, 1))):
         q, k, v = (torch.randn(8, heads, HEAD_DIM, generator=noise) for heads in (HEADS, kv_heads, kv_heads))
-        wanted, given = (plan.layer(layer).attend(q, k, v) for plan in (over_pages, over_rows))
+        wanted, given = (plan.layer(layer).attend(q, k, v, sight) for plan in (over_pages, over_rows))
         torch.testing.assert_close(given[: len(lengths)], wanted[: len(lengths)], atol=1e-5, rtol=0)
         assert torch.isfinite(given).all()
 
