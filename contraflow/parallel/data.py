@@ -25,10 +25,12 @@ def shard_rows(model: nn.Module, mesh: Mesh) -> None:
     experts = set[nn.Parameter]()
     for layer in layers:
         if isinstance(layer.mlp, MoE) and not alike:
-            experts |= {layer.mlp.gate_up, layer.mlp.down}
-            if mesh.edp.size() > 1:  # FSDP does not look inside what it has sharded, so the router goes first
-                _shard(layer.mlp.router, mesh.dense)
-                _shard(layer.mlp, mesh.edp, ignored=layer.mlp.router.parameters())
+            experts |= set(layer.mlp.expert_parameters().values())
+            if mesh.edp.size() > 1:  # FSDP does not look inside what it has sharded, so what is inside goes first
+                for dense in layer.mlp.children():
+                    _shard(dense, mesh.dense)
+                dense_weights = set(layer.mlp.parameters()) - experts
+                _shard(layer.mlp, mesh.edp, ignored=dense_weights)
         _shard(layer, mesh.dense, ignored=experts)
     _shard(model, mesh.dense, ignored=experts)
 

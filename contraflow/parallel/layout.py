@@ -16,6 +16,7 @@ from torch import Tensor
 from contraflow.config import Parallel
 from contraflow.errors import ConfigError
 from contraflow.model.families import ModelConfig
+from contraflow.model.kinds import FAMILIES
 
 Range = tuple[int, int]  # from, up to
 
@@ -126,6 +127,13 @@ def check_fit(config: ModelConfig, parallel: Parallel) -> None:
     for what, size in (("heads", config.heads), ("kv_heads", config.kv_heads), ("ffn", config.ffn)):
         if size % parallel.tp:
             wrong.append(f"tp = {parallel.tp} must divide the model's {what} = {size}")
+    if parallel.tp > 1 and (config.latent is not None or FAMILIES[config.family].oss):
+        what = "attention sinks" if config.latent is None else "latent attention"
+        wrong.append(f"tp = {parallel.tp}: {what} ({config.family}) is not cut by heads; use tp = 1, with dp, ep or pp")
+    if parallel.cp > 1 and FAMILIES[config.family].oss:
+        wrong.append(
+            f"cp = {parallel.cp}: attention sinks and windows ({config.family}) need whole sequences; use cp = 1"
+        )
     if parallel.pp > 1 and config.tied:
         wrong.append("pp > 1: the model ties its head to the embedding, which would lie on two stages")
     if wrong:
@@ -139,23 +147,47 @@ def split_evenly(size: int, parts: int, index: int) -> Range:
 
 
 def _layer(config: ModelConfig, parallel: Parallel, here: Place, layer: int) -> dict[str, Shard | None]:
-    tp, d = parallel.tp, config.head_dim
+    tp = parallel.tp
+    attention = _latent_attention(config) if config.latent is not None else _attention(config, tp, here)
+    found: dict[str, Shard | None] = {"attention_norm": None, **attention, "mlp_norm": None}
+    if layer in config.moe_layers:
+        return found | _moe(config, parallel, here)
+    found["mlp.gate_up"] = Shard(0, _stacked([config.ffn, config.ffn], tp, here.tp)) if tp > 1 else None
+    found["mlp.down"] = Shard(1, (split_evenly(config.ffn, tp, here.tp),)) if tp > 1 else None
+    return found
+
+
+def _attention(config: ModelConfig, tp: int, here: Place) -> dict[str, Shard | None]:
+    d, family, found = config.head_dim, FAMILIES[config.family], dict[str, Shard | None]()
     heads = _stacked([config.heads * d, config.kv_heads * d, config.kv_heads * d], tp, here.tp)
-    found: dict[str, Shard | None] = {"attention_norm": None}
     found["attention.qkv"] = Shard(0, heads) if tp > 1 else None
     found["attention.out"] = Shard(1, (split_evenly(config.heads * d, tp, here.tp),)) if tp > 1 else None
     if config.attention_bias:
         found["attention.qkv_bias"] = Shard(0, heads) if tp > 1 else None
-        found["attention.out_bias"] = None
+        found |= {"attention.out_bias": None} if family.out_bias else {}
     if config.qk_norm != "none":
         by_head = config.qk_norm == "projection" and tp > 1
         found["attention.qk_norm"] = Shard(0, heads[:2]) if by_head else None
-    found["mlp_norm"] = None
-    if layer in config.moe_layers:
-        experts = Shard(0, (split_evenly(config.experts, parallel.ep, here.ep),)) if parallel.ep > 1 else None
-        return found | {"mlp.router.weight": None, "mlp.gate_up": experts, "mlp.down": experts}
-    found["mlp.gate_up"] = Shard(0, _stacked([config.ffn, config.ffn], tp, here.tp)) if tp > 1 else None
-    found["mlp.down"] = Shard(1, (split_evenly(config.ffn, tp, here.tp),)) if tp > 1 else None
+    return found | ({"attention.sinks": None} if family.oss else {})
+
+
+def _latent_attention(config: ModelConfig) -> dict[str, Shard | None]:
+    """Whole on every rank: `check_fit` refuses tp."""
+    names = ["down", "kv_norm", "kv_up", "out"]
+    names += ["q_norm", "q_up"] if config.latent is not None and config.latent.q_rank is not None else []
+    names += ["down_bias", "out_bias"] if config.attention_bias else []
+    return {f"attention.{name}": None for name in names}
+
+
+def _moe(config: ModelConfig, parallel: Parallel, here: Place) -> dict[str, Shard | None]:
+    """Experts are cut by ep; the router and its bias are whole, and so are the shared experts."""
+    family = FAMILIES[config.family]
+    experts = Shard(0, (split_evenly(config.experts, parallel.ep, here.ep),)) if parallel.ep > 1 else None
+    found: dict[str, Shard | None] = {"mlp.router.weight": None, "mlp.gate_up": experts, "mlp.down": experts}
+    if family.oss:
+        found |= {"mlp.router.bias": None, "mlp.gate_up_bias": experts, "mlp.down_bias": experts}
+    if family.sigmoid:
+        found |= {"mlp.router.correction_bias": None, "mlp.shared.gate_up": None, "mlp.shared.down": None}
     return found
 
 

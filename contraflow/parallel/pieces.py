@@ -13,6 +13,7 @@ from torch import Tensor
 from contraflow.config import Parallel
 from contraflow.model.decoder import Decoder
 from contraflow.model.families import ModelConfig
+from contraflow.model.moe import EXPERTS
 from contraflow.model.reading import Box, Range
 from contraflow.parallel.layout import Place, Shard, shards
 
@@ -55,7 +56,7 @@ def pieces(config: ModelConfig, parallel: Parallel, here: Place, whole: Mapping[
 
 def is_expert(config: ModelConfig, name: str) -> bool:
     """Whether the tensor belongs to the experts of a layer: cut by ep, copied over edp."""
-    if not name.startswith("layers.") or not name.endswith(("mlp.gate_up", "mlp.down")):
+    if not name.startswith("layers.") or not name.endswith(tuple(f".mlp.{part}" for part in EXPERTS)):
         return False
     return int(name.split(".")[1]) in config.moe_layers
 

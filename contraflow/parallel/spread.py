@@ -121,10 +121,9 @@ def cut_decoder(config: ModelConfig, mesh: Mesh) -> Decoder:
     share_layers(decoder, mesh.parallel, mesh.here)
     share_heads(decoder, mesh.tp)
     for mixture in (module for module in decoder.modules() if isinstance(module, MoE)):
-        mixture.gate_up, mixture.down = (
-            nn.Parameter(whole[: len(whole) // mesh.parallel.ep].detach().clone())
-            for whole in (mixture.gate_up, mixture.down)
-        )
+        for name, whole in mixture.expert_parameters().items():
+            part = whole[: len(whole) // mesh.parallel.ep].detach().clone()
+            mixture.register_parameter(name, nn.Parameter(part))
     if config.moe_layers:
         decoder.use_dispatch(open_experts(config, mesh))
     return decoder

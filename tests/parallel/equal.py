@@ -13,6 +13,7 @@ from contraflow.config import Parallel, Train
 from contraflow.model.decoder import new_decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.folder import save_folder
+from contraflow.model.kinds import Latent
 from contraflow.parallel.data import local
 from contraflow.parallel.mesh import open_mesh
 from contraflow.parallel.spread import Spread, load_spread
@@ -25,6 +26,10 @@ from contraflow.types import Sample
 
 TRAIN = Train(warmup_updates=0, clip_norm=0.5)
 
+SIGMOID: dict[str, Any] = {
+    "heads": 4, "experts": 8, "top_k": 3, "expert_ffn": 8, "dense_layers": (0,), "ffn": 12, "shared_experts": 2,
+    "groups": 4, "top_groups": 2, "renormalise": True, "routed_scale": 2.5,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "heads": 4,
@@ -36,6 +41,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "ffn": 12,
     },
     "olmoe": {"heads": 4, "kv_heads": 4, "experts": 8, "top_k": 3, "expert_ffn": 16, "attention_bias": True},
+    "deepseek_v3": SIGMOID
+    | {
+        "kv_heads": 4,
+        "latent": Latent(q_rank=12, kv_rank=8, nope_dim=4, rope_dim=4, value_dim=6),
+        "attention_bias": True,
+    },
+    "glm4_moe": SIGMOID | {"kv_heads": 2, "rotary_dim": 4, "attention_bias": True},
+    "gpt_oss": {"heads": 4, "kv_heads": 2, "experts": 4, "top_k": 2, "expert_ffn": 8, "attention_bias": True}
+    | {"window": 3, "window_layers": (0, 2), "swiglu_alpha": 1.702, "swiglu_limit": 0.5, "renormalise": True},
     "qwen3": {"heads": 4, "kv_heads": 4, "ffn": 20, "attention_bias": True, "tied": True},
 }
 
@@ -103,8 +117,9 @@ def three_updates(spread: Spread, *, counts: Sequence[int] = (9, 1, 14), budget:
         batches = pack(samples(count, seed=update), tokens_per_batch=budget, reduction="token", shares=crew.team.shares)
         done.append(updater.update(batches, objective))
         if not gradient:
-            held = {name: local(p.grad) for name, p in spread.decoder.named_parameters()}
-            gradient = {name: spread.gather(name, held.get(name)) for name in spread.shapes}
+            held = {name: local(p.grad) for name, p in spread.decoder.named_parameters() if p.requires_grad}
+            trained = [name for name in spread.shapes if not name.endswith("correction_bias")]
+            gradient = {name: spread.gather(name, held.get(name)) for name in trained}
     return Seen(
         losses=[one.loss for one in done],
         balances=[one.balance for one in done],

@@ -12,7 +12,8 @@ from contraflow.config import Parallel
 from contraflow.errors import ConfigError
 from contraflow.model.decoder import Decoder
 from contraflow.model.families import ModelConfig
-from contraflow.parallel.layout import cut, paste, place, shards, stage_layers
+from contraflow.model.kinds import Latent
+from contraflow.parallel.layout import check_fit, cut, paste, place, shards, stage_layers
 
 MOE = ModelConfig(
     family="qwen3_moe", vocab=11, dim=16, layers=5, heads=4, kv_heads=4, head_dim=4, ffn=16, experts=8, top_k=2,
@@ -44,6 +45,57 @@ def test_ranks_hold_every_element_as_often_as_the_mesh_says(parallel: Parallel) 
         copies = parallel.stage_ranks // (parallel.ep if experts else parallel.tp if split else 1)
         assert set(counts.values()) == {copies}, name
         assert len(counts) == math.prod(SHAPES[name]), name
+
+
+SMALL = {"vocab": 11, "dim": 16, "layers": 3, "heads": 4, "kv_heads": 4, "head_dim": 4, "ffn": 16}
+MIXTURE = SMALL | {"experts": 8, "top_k": 2, "expert_ffn": 8}
+SIGMOID = MIXTURE | {"dense_layers": (0,), "shared_experts": 2}
+LATENT = Latent(q_rank=8, kv_rank=8, nope_dim=2, rope_dim=2, value_dim=3)
+SPECIAL = {
+    "deepseek_v3": ModelConfig(family="deepseek_v3", **SIGMOID, latent=LATENT, attention_bias=True),
+    "deepseek_v3 direct": ModelConfig(
+        family="deepseek_v3", **SIGMOID, latent=Latent(q_rank=None, kv_rank=8, nope_dim=2, rope_dim=2, value_dim=3)
+    ),
+    "glm4_moe": ModelConfig(family="glm4_moe", **SIGMOID, attention_bias=True),
+    "gpt_oss": ModelConfig(family="gpt_oss", **MIXTURE, attention_bias=True, swiglu_alpha=1.0, swiglu_limit=1.0),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_experts_of_every_family_are_cut_and_the_rest_is_whole(name: str) -> None:
+    config, parallel = SPECIAL[name], Parallel(dp=2, ep=2)
+    shapes = {name: tuple(p.shape) for name, p in Decoder(config).named_parameters()}
+    held = [shards(config, parallel, place(rank, parallel)) for rank in range(2)]
+    assert set(held[0]) == set(shapes)
+    experts = {n for n in shapes if n.endswith(("mlp.gate_up", "mlp.down", "mlp.gate_up_bias", "mlp.down_bias"))}
+    experts -= {f"layers.{layer}.mlp.{part}" for layer in config.dense_layers for part in ("gate_up", "down")}
+    for tensor, shape in shapes.items():
+        whole = torch.arange(math.prod(shape)).view(shape)
+        parts = [cut(whole, rank[tensor]) for rank in held]
+        if tensor in experts:
+            assert torch.equal(torch.cat(parts), whole), tensor
+        else:
+            assert all(torch.equal(part, whole) for part in parts), tensor
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "said"),
+    [
+        ("deepseek_v3", {"tp": 2}, r"tp = 2: latent attention \(deepseek_v3\) is not cut by heads"),
+        ("gpt_oss", {"tp": 2}, "tp = 2: attention sinks"),
+        ("gpt_oss", {"cp": 2}, "cp = 2: attention sinks"),
+    ],
+)
+def test_attention_that_cannot_be_spread_is_refused(name: str, wanted: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_fit(SPECIAL[name], Parallel(**wanted))
+
+
+def test_glm_may_be_cut_by_heads() -> None:
+    parallel = Parallel(tp=2)
+    held = shards(SPECIAL["glm4_moe"], parallel, place(1, parallel))
+    assert held["layers.1.attention.qkv"] is not None
+    assert held["layers.1.mlp.shared.gate_up"] is None
 
 
 @settings(max_examples=60, deadline=None)

@@ -81,6 +81,26 @@ def test_any_box_of_a_tensor_is_read_as_it_was_written(saved: tuple[Decoder, Pat
     assert torch.equal(found, wanted)
 
 
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_boxes_of_experts_that_lie_turned_on_disk_are_read_too(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    config = ModelConfig(
+        family="gpt_oss", vocab=11, dim=16, layers=1, heads=2, kv_heads=1, head_dim=4, experts=4, top_k=2, expert_ffn=8,
+        swiglu_alpha=1.0, swiglu_limit=1.0,
+    )  # fmt: skip
+    decoder, folder = new_decoder(config, seed=3), tmp_path_factory.mktemp("oss")
+    save_folder(decoder, folder)
+    for name in ("layers.0.mlp.gate_up", "layers.0.mlp.down", "layers.0.mlp.down_bias"):
+        whole = dict(decoder.named_parameters())[name]
+        ranges = [data.draw(st.tuples(st.integers(0, n - 1), st.integers(1, n))) for n in whole.shape]
+        box = tuple((min(a, b - 1), b) for a, b in ranges)
+        with open_folder(folder) as files:
+            found = files.read(parts(config)[name], box)
+        assert torch.equal(found, whole[tuple(slice(a, b) for a, b in box)])
+
+
 def test_a_tensor_that_is_missing_or_of_another_shape_is_refused(saved: tuple[Decoder, Path]) -> None:
     _, folder = saved
     with open_folder(folder) as files, pytest.raises(ModelError, match=r"'model\.norm\.weight' is \[16\], but must be"):
