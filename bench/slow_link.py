@@ -35,14 +35,13 @@ from contraflow.dispatch.overlap import OverlapDispatch
 from contraflow.dispatch.spread import SpreadDispatch
 from contraflow.model.decoder import Decoder, new_decoder
 from contraflow.model.families import ModelConfig
-from contraflow.model.folder import load_folder, save_folder
+from contraflow.model.folder import save_folder
 from contraflow.model.moe import MoE
-from contraflow.parallel.layout import cut, shards
 from contraflow.parallel.mesh import Mesh, open_mesh
-from contraflow.parallel.spread import cut_decoder, load_spread, settle
+from contraflow.parallel.spread import load_spread
 from contraflow.parallel.team import Team
 from contraflow.rollout.follow import follow
-from contraflow.rollout.spread import led_engine, seated_core, take_seat
+from contraflow.rollout.rank import join_ranks, led_engine, load_part
 from contraflow.runtime.base import Rendezvous
 from contraflow.telemetry import Account
 from contraflow.train.batcher import pack
@@ -176,20 +175,25 @@ def rollout(options: argparse.Namespace, form: str, meetings: Meetings) -> Row |
         context_tokens=32, kv_tokens=32 * (options.tokens + 8), block_tokens=16, max_sequences=options.tokens,
         parallel=parallel_of(form, options),
     )  # fmt: skip
-    seat = take_seat(section, Rendezvous(options.rank, RANKS, meetings.next()))
-    decoder = part_of(options, seat.mesh)
-    traffic = traffic_of(decoder)
-    core = seated_core(decoder, section, seat, clock=time.perf_counter, version=Version(0, 0))
+    made: list[Decoder] = []
+
+    def part(mesh: Mesh) -> Decoder:
+        made.append(load_part(Path(options.model), mesh))
+        return made[0]
+
+    meeting = Rendezvous(options.rank, RANKS, meetings.next())
+    rank = join_ranks(section, meeting, part, clock=time.perf_counter, version=Version(0, 0))
+    traffic = traffic_of(made[0])
     if options.rank:
         traffic.take()
         try:
-            follow(core, seat.star, seat.mesh)
+            follow(rank.core, rank.star, rank.mesh)
         finally:
-            seat.leave()
+            rank.leave()
         return {"across": traffic.across, "inside": traffic.inside}
 
     async def lead() -> Row:
-        engine = led_engine(core, seat, clock=time.perf_counter, on_broken=print)
+        engine = led_engine(rank, clock=time.perf_counter, on_broken=print)
         count = RANKS * options.tokens
         traffic.take()
         began = time.perf_counter()
@@ -244,18 +248,6 @@ def sample(seed: int, length: int) -> Sample:
 def objective(batch: Batch, fed: Fed, scored: Scored) -> torch.Tensor:
     weights_N = torch.from_numpy(batch.weights[batch.mask])
     return -(weights_N * scored.logprobs_N).sum()
-
-
-def part_of(options: argparse.Namespace, mesh: Mesh) -> Decoder:
-    """This rank's part of the model, dense weights whole: what an engine holds."""
-    whole = load_folder(options.model)
-    decoder = cut_decoder(whole.config, mesh)
-    settle(decoder, mesh.device)
-    held = shards(whole.config, mesh.parallel, mesh.here)
-    with torch.no_grad():
-        for name, weight in decoder.named_parameters():
-            weight.copy_(cut(whole.get_parameter(name), held[name]))
-    return decoder
 
 
 def traffic_of(decoder: Decoder) -> Traffic:

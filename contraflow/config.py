@@ -120,7 +120,20 @@ class Engine(Section):
     prefill_tokens: Count = 2048  # prompt tokens computed in one step
     on_refresh: Literal["keep", "recompute"] = "keep"  # KV cache of unfinished sequences when weights change
     routes: bool = False  # record each token's experts
-    parallel: Parallel = Parallel()  # how each worker's model is spread
+    parallel: Parallel = Parallel()  # how each worker's model is spread; cache and sequences are those of a dp rank
+
+    @model_validator(mode="after")
+    def _ranks_can_generate(self) -> Self:
+        if self.parallel.cp > 1 or self.parallel.pp > 1:
+            raise ValueError(
+                f"engine.parallel has cp = {self.parallel.cp} and pp = {self.parallel.pp}: an engine is spread over dp,"
+                " tp and ep only; leave both at 1"
+            )
+        if self.kind == "scripted" and self.parallel.ranks > 1:
+            raise ValueError(
+                f"engine.parallel has {self.parallel.ranks} ranks, but engine.kind = 'scripted' has no model to spread"
+            )
+        return self
 
 
 class Buffer(Section):
@@ -198,6 +211,15 @@ class Recipe(Section):
     train: Train = Train()
     weights: Weights = Weights()
     runtime: Runtime = Runtime()
+
+    @model_validator(mode="after")
+    def _ranks_have_processes(self) -> Self:
+        if self.runtime.kind == "inline" and self.engine.parallel.ranks > 1:
+            raise ValueError(
+                f"runtime.kind = 'inline' is one process, engine.parallel has {self.engine.parallel.ranks} ranks;"
+                " use runtime.kind = 'local'"
+            )
+        return self
 
     @model_validator(mode="after")
     def _signal_needs_company(self) -> Self:
@@ -324,6 +346,8 @@ def _explain(kind: type[BaseModel], error: Any) -> str:
     path = ".".join(str(part) for part in error["loc"])
     if not path:
         return str(error["ctx"]["error"])
+    if error["type"] == "value_error":  # of one of our validators, which says all there is to say
+        return f"{path}: {error['ctx']['error']}"
     if error["type"] == "extra_forbidden":
         return f"unknown key {path!r}{_nearest(kind, error['loc'])}"
     return f"{path} = {error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"

@@ -183,8 +183,8 @@ class Loop:
         """Consumes deaths. A rollout worker is replaced and its groups posed again; any other death ends the run."""
         while True:
             death = await self.system.runtime.next_death()
-            name = death.worker
-            self._record("death", worker=name, detail=death.detail)
+            name = self.system.role_of(death.worker)
+            self._record("death", worker=death.worker, detail=death.detail)
             self.progress.note = str(death)
             if name not in tending or self._deaths.get(name, 0) >= MAX_DEATHS:
                 raise death
@@ -208,7 +208,7 @@ class Loop:
         try:
             await work
         except WorkerDied as death:
-            if death.worker != name:
+            if self.system.role_of(death.worker) != name:
                 raise
 
     async def _take(self, step: int) -> Take:

@@ -11,14 +11,14 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from contraflow.buffer.service import Buffer, make_buffer
 from contraflow.config import Recipe, recipe_toml
 from contraflow.errors import ContraflowError, RunFolderError
 from contraflow.model.builtin import model_folder
 from contraflow.rollout.preflight import check_tasks
-from contraflow.rollout.worker import RolloutWorker, make_rollout_worker
+from contraflow.rollout.worker import RolloutWorker, make_rollout_rank, make_rollout_worker
 from contraflow.runtime import open_runtime
 from contraflow.runtime.base import Gang, Ref, Runtime
 from contraflow.telemetry import Clock
@@ -48,10 +48,8 @@ class System:
 
     async def start_rollout(self, name: str) -> None:
         """Start rollout worker `name`, or start it again after its death; it serves nothing until refreshed."""
-        recipe = self.recipe
-        self.rollouts[name] = await self.runtime.start(
-            name,
-            make_rollout_worker,
+        recipe, ranks = self.recipe, self.recipe.engine.parallel.ranks
+        plan = dict[str, Any](
             rollout=recipe.rollout,
             engine=recipe.engine,
             env=recipe.env,
@@ -63,6 +61,16 @@ class System:
             buffer=self.buffer.address,
             stepping="inline" if recipe.runtime.kind == "inline" else "thread",
         )
+        if ranks == 1:
+            self.rollouts[name] = await self.runtime.start(name, make_rollout_worker, **plan)
+        else:
+            gang: Gang[Any] = await self.runtime.start_gang(name, ranks, make_rollout_rank, **plan)
+            self.rollouts[name] = gang.refs[0]
+
+    def role_of(self, process: str) -> str:
+        """The rollout worker that a process is a rank of, or the process itself."""
+        name = process.rpartition("-")[0]
+        return name if self.recipe.engine.parallel.ranks > 1 and name in self.rollouts else process
 
 
 @asynccontextmanager

@@ -17,13 +17,14 @@ from torch import Tensor
 from contraflow.errors import CarrierError, DeadlineExceeded, EngineError, WorkerDied
 from contraflow.parallel.layout import place
 from contraflow.parallel.mesh import Mesh
+from contraflow.parallel.pieces import shapes
 from contraflow.rollout.core import EngineCore, Outcome
 from contraflow.rollout.deal import Dealer
 from contraflow.rollout.engine import EngineReport
 from contraflow.rollout.follow import ended, obey
 from contraflow.rollout.native import CoreEngine
 from contraflow.rollout.orders import Abort, Beat, Broken, Reply, Said, Step, Stop, Submit, Swap, hear
-from contraflow.rollout.parts import check_whole, share_parts, whole_shapes
+from contraflow.rollout.parts import check_whole, share_parts
 from contraflow.rollout.star import Star
 from contraflow.telemetry import Clock
 from contraflow.types import Completion, Probe, Request, Version
@@ -51,7 +52,7 @@ class GangCore:
         """`core` is this rank's, made with the peers of the same `star`; `on_broken` is told once, and why."""
         self._core, self._star, self._mesh, self._clock = core, star, mesh, clock
         self._on_broken = on_broken
-        self._shapes = whole_shapes(core.config)
+        self._shapes = shapes(core.config)
         self._dp = {rank: place(rank, mesh.parallel).dp for rank in range(mesh.parallel.ranks)}
         self._heads = [rank for rank in star.others if place(rank, mesh.parallel).tp == 0]  # who speak for a dp rank
         self._dealer = Dealer(mesh.parallel.dp)

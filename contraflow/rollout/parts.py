@@ -10,22 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from contraflow.errors import CarrierError
-from contraflow.model.decoder import Decoder
 from contraflow.model.families import ModelConfig
 from contraflow.parallel.layout import Shard, cut, place, shards
 from contraflow.parallel.mesh import Mesh
+from contraflow.parallel.pieces import Shape
 
 BUCKET_BYTES = 16 << 20  # of one rank's parts that travel together: a message for each tensor would cost more
 _ALIGNMENT = 16
 
 
-def whole_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Shape of each of the model's tensors, whole."""
-    return {name: tensor.shape for name, tensor in Decoder(config, device="meta").state_dict().items()}
-
-
-def check_whole(tensors: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    """Raise CarrierError unless these are the model's tensors, whole."""
+def check_whole(tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> None:
+    """Raise CarrierError unless these are the model's tensors (`pieces.shapes`), whole."""
     missing, surplus = shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys()
     if missing or surplus:
         raise CarrierError(

@@ -8,6 +8,7 @@ Shape letters: T tokens fed, B rows, Q tokens of the longest chunk, N blocks of 
 positions of a sequence.
 """
 
+import dataclasses
 from collections.abc import Sequence as Rows
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from contraflow.config import Engine as EngineSection
 from contraflow.dispatch.local import LocalDispatch
-from contraflow.model.attention import PagedPlan, Plan
+from contraflow.model.attention import Attention, PagedPlan, Plan
 from contraflow.model.cache import KVCache
 from contraflow.model.decoder import Decoder
 from contraflow.model.router import RouterTape
@@ -48,8 +49,12 @@ class Passes:
     def __init__(self, decoder: Decoder, section: EngineSection, *, blocks: int) -> None:
         self.decoder = decoder
         config, self.device = decoder.config, next(decoder.parameters()).device
+        attention = decoder.layers[0].attention
+        assert isinstance(attention, Attention)
+        # A tensor-parallel rank has its share of the heads, and caches those.
+        held = dataclasses.replace(config, heads=attention.heads, kv_heads=attention.kv_heads)
         self.cache = KVCache(
-            config,
+            held,
             blocks=blocks + 1,
             block_tokens=section.block_tokens,
             dtype=decoder.compute_dtype,

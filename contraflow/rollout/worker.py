@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -28,7 +28,7 @@ from contraflow.rollout.pupil import Pupil
 from contraflow.rollout.refresh import Refresher, RefreshReport
 from contraflow.rollout.report import EvalReport, GroupSummary, RolloutReport, count_stops, judge, summarise
 from contraflow.rollout.scripted import ScriptedEngine
-from contraflow.runtime.base import Address, Host, Ref
+from contraflow.runtime.base import Address, Host, Ref, Rendezvous
 from contraflow.telemetry import Account, Clock
 from contraflow.types import Episode, Group, Manifest, StopReason, Task, Ticket, Version
 from contraflow.weights import open_carrier
@@ -37,6 +37,9 @@ from contraflow.weights.manifest import Expected, expect
 _BUFFER_S = 30.0  # deadline of a call to the buffer, which answers at once unless its disk is stuck
 _MOST_BARREN = 64  # groups in a row without one whole episode; then something is broken for good, and says so
 _CAUSES = ("refresh", "evaluate", "play")  # what the worker is charged for when it does several; else "idle"
+
+if TYPE_CHECKING:
+    from contraflow.rollout.rank import EngineRank
 
 
 class RolloutWorker:
@@ -209,10 +212,11 @@ def make_rollout_worker(  # noqa: PLR0913 - the sections of a recipe that are th
     seed: int,
     buffer: Address,
     stepping: Literal["thread", "inline"] = "thread",
+    rendezvous: Rendezvous | None = None,
 ) -> RolloutWorker:
     """A worker that serves nothing until its first `refresh`. `stepping` "inline" keeps everything on one thread.
 
-    Raises: ConfigError, ModelError.
+    `rendezvous`: where the other ranks of its engine are, if there are any. Raises: ConfigError, ModelError.
     """
     guard = make_guard(
         make_env(env.name, env.options),
@@ -222,7 +226,7 @@ def make_rollout_worker(  # noqa: PLR0913 - the sections of a recipe that are th
     )
     tokenizer = Tokenizer.load(Path(model_folder))
     carrier = open_carrier(weights, Path(run_folder))
-    opened, expected, pupil = _open_engine(engine, Path(model_folder), tokenizer, host.clock, stepping)
+    opened, expected, pupil = _open_engine(engine, Path(model_folder), tokenizer, host, stepping, rendezvous)
     refresher = Refresher(
         opened,
         carrier,
@@ -236,8 +240,27 @@ def make_rollout_worker(  # noqa: PLR0913 - the sections of a recipe that are th
     return RolloutWorker(stage, refresher, ref, rollout=rollout, seed=seed, clock=host.clock, pupil=pupil)
 
 
+def make_rollout_rank(
+    host: Host, *, rendezvous: Rendezvous, engine: config.Engine, model_folder: str, **rest: Any
+) -> "RolloutWorker | EngineRank":
+    """One rank of a worker whose engine is spread: rank 0 is the worker, the others compute for it.
+
+    `rest` as for `make_rollout_worker`.
+    """
+    if rendezvous.rank > 0:
+        from contraflow.rollout.rank import EngineRank, load_rank
+
+        return EngineRank(load_rank(engine, Path(model_folder), rendezvous, clock=host.clock), host)
+    return make_rollout_worker(host, rendezvous=rendezvous, engine=engine, model_folder=model_folder, **rest)
+
+
 def _open_engine(
-    section: config.Engine, folder: Path, tokenizer: Tokenizer, clock: Clock, stepping: Literal["thread", "inline"]
+    section: config.Engine,
+    folder: Path,
+    tokenizer: Tokenizer,
+    host: Host,
+    stepping: Literal["thread", "inline"],
+    rendezvous: Rendezvous | None,
 ) -> tuple[Engine, Expected | None, Pupil | None]:
     """The engine, what weights it can take, and the pupil that answers for it when it is scripted."""
     if section.kind == "scripted":
@@ -247,14 +270,21 @@ def _open_engine(
         scripted = ScriptedEngine(
             pupil,
             vocab=tokenizer.size,
-            clock=clock,
+            clock=host.clock,
             context_tokens=section.context_tokens,
             on_refresh=section.on_refresh,
         )
         return scripted, None, pupil
+    if rendezvous is not None:
+        from contraflow.parallel.pieces import shapes
+        from contraflow.rollout.rank import led_engine, load_rank
+
+        rank = load_rank(section, folder, rendezvous, clock=host.clock)
+        expected = Expected(rank.core.config.digest(), shapes(rank.core.config))
+        return led_engine(rank, clock=host.clock, on_broken=host.give_up), expected, None
     from contraflow.model.folder import load_folder
     from contraflow.rollout.native import NativeEngine
 
     decoder = load_folder(folder)
     expected = expect(decoder.config.digest(), decoder.state_dict())
-    return NativeEngine(decoder, section, clock=clock, stepping=stepping), expected, None
+    return NativeEngine(decoder, section, clock=host.clock, stepping=stepping), expected, None

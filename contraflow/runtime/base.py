@@ -62,6 +62,10 @@ class Host(Protocol):
         """A reference to another worker; calls go worker to worker, not through the loop."""
         ...
 
+    def give_up(self, reason: str) -> None:
+        """End this worker as one that died, with `reason` in its `WorkerDied`; from any thread. Calls fail at once."""
+        ...
+
 
 class Rendezvous(msgspec.Struct, frozen=True):
     """A gang member's place: `rank` of `world`, and the `torch.distributed` init method they share."""

@@ -115,6 +115,10 @@ class Drill:
         """End the process on the spot."""
         os._exit(code)
 
+    async def give_up(self, reason: str) -> None:
+        """End as one that died."""
+        self._host.give_up(reason)
+
     async def relay_add(self, address: Address, a: int) -> int:
         """Ask another worker to add."""
         return await self._host.connect(address).call(5, Drill.add, a)

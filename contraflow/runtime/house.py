@@ -12,7 +12,7 @@ from contraflow.errors import ChannelError, DeadlineExceeded, WorkerDied
 from contraflow.runtime.base import Address, Ref
 from contraflow.runtime.faults import from_fault
 from contraflow.runtime.process import Control, socket_path, status_path
-from contraflow.runtime.status import read_status
+from contraflow.runtime.status import GAVE_UP, read_status
 
 EXIT_S = 2.0  # from a worker's last answer to its end; then SIGTERM, and as long again SIGKILL
 _LOST = 255  # what multiprocessing says when it cannot know
@@ -92,6 +92,8 @@ class House:
         how = _signal_name(-code) if code < 0 else f"exit code {code}"
         if code == _LOST:
             how += ", or the fork server died"
+        if status and status.running.startswith(GAVE_UP):
+            return f"it {status.running}"
         return f"{how}; was running {status.running}" if status and status.running else f"{how}; was idle"
 
     def clean(self) -> None:

@@ -19,6 +19,7 @@ from contraflow.runtime.gang import RefGang
 from contraflow.runtime.method import method_of
 from contraflow.runtime.names import check_names, factory_name, unknown
 from contraflow.runtime.service import Service, open_answer
+from contraflow.runtime.status import GAVE_UP
 from contraflow.runtime.wire import Frame, Frames
 from contraflow.telemetry import Clock
 
@@ -138,8 +139,8 @@ class InlineRef(Generic[W_co]):
 
 
 class _InlineHost:
-    def __init__(self, address: Address, switch: _Switch, clock: Clock) -> None:
-        self._address, self._switch, self._clock = address, switch, clock
+    def __init__(self, address: Address, switch: _Switch, clock: Clock, end: Callable[[str, str], None]) -> None:
+        self._address, self._switch, self._clock, self._end = address, switch, clock, end
 
     @property
     def name(self) -> str:
@@ -151,6 +152,10 @@ class _InlineHost:
 
     def connect(self, address: Address) -> Ref[Any]:
         return InlineRef(address, self._switch, self._address)
+
+    def give_up(self, reason: str) -> None:
+        """See `Host.give_up`."""
+        self._end(self._address.worker, f"it {GAVE_UP}{reason}")
 
 
 class InlineRuntime:
@@ -192,12 +197,7 @@ class InlineRuntime:
         places = [place for place in self._all() if place.address.worker == name]
         if not places:
             raise unknown(name, [place.address.worker for place in self._all()])
-        if places[-1].death:
-            return
-        death = WorkerDied(name, f"killed; was running {places[-1].service.running or 'nothing'}")
-        for mate in places[-1].mates:
-            self._switch.bury(mate, death)
-        self._deaths.put_nowait(death)
+        self._end(name, f"killed; was running {places[-1].service.running or 'nothing'}")
 
     async def next_death(self) -> WorkerDied:
         """See `Runtime.next_death`."""
@@ -210,6 +210,16 @@ class InlineRuntime:
         finally:
             if self._folder:
                 self._folder.cleanup()
+
+    def _end(self, name: str, detail: str) -> None:
+        """The latest worker of this name is dead, unless it was already; its gang with it."""
+        place = [place for place in self._all() if place.address.worker == name][-1]
+        if place.death:
+            return
+        death = WorkerDied(name, detail)
+        for mate in place.mates:
+            self._switch.bury(mate, death)
+        self._deaths.put_nowait(death)
 
     def _all(self) -> list[_Place]:
         return [place for places in self._started.values() for place in places]
@@ -236,7 +246,7 @@ class InlineRuntime:
         address = self._switch.new_address(name)
         try:
             # Copied as another process would have them; functions stay what they are.
-            worker = factory(_InlineHost(address, self._switch, self._clock), **copy.deepcopy(dict(kwargs)))
+            worker = factory(_InlineHost(address, self._switch, self._clock, self._end), **copy.deepcopy(dict(kwargs)))
         except Exception as error:
             raise from_fault(to_fault(error, worker=name, method=factory_name(factory))) from error
         place = _Place(address, Service(name, worker))

@@ -25,7 +25,7 @@ from contraflow.runtime.channel import FLUSH_MS, Caller, Server
 from contraflow.runtime.faults import Fault, to_fault
 from contraflow.runtime.names import factory_name
 from contraflow.runtime.service import Service
-from contraflow.runtime.status import StatusPage, read_status
+from contraflow.runtime.status import GAVE_UP, StatusPage, read_status
 from contraflow.telemetry import Clock
 
 BEAT_S = 0.5
@@ -57,8 +57,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 class ProcessHost:
     """What the worker may use of its process."""
 
-    def __init__(self, name: str, clock: Clock, caller: Caller) -> None:
-        self._name, self._clock, self._caller = name, clock, caller
+    def __init__(self, name: str, clock: Clock, caller: Caller, page: StatusPage) -> None:
+        self._name, self._clock, self._caller, self._page = name, clock, caller, page
 
     @property
     def name(self) -> str:
@@ -70,6 +70,11 @@ class ProcessHost:
 
     def connect(self, address: Address) -> Ref[Any]:
         return self._caller.connect(address)
+
+    def give_up(self, reason: str) -> None:
+        """See `Host.give_up`."""
+        self._page.running(f"{GAVE_UP}{reason}")
+        os._exit(1)
 
 
 class Control:
@@ -151,7 +156,7 @@ async def _live(setup: Setup) -> None:
     server = Server(context, setup.address.endpoint)
     control = Control(caller, server)
     with _Heart(page, clock, asyncio.get_running_loop(), control):
-        control.service = _make(setup, ProcessHost(name, clock, caller), control, page.running)
+        control.service = _make(setup, ProcessHost(name, clock, caller, page), control, page.running)
         page.running("")
         serving = asyncio.create_task(server.serve(worker=control.service, control=Service(name, control)))
         leaving = asyncio.create_task(control.leaving.wait())

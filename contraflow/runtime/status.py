@@ -12,6 +12,7 @@ import msgspec
 
 _HEAD = struct.Struct("<ddI")  # process beat, loop beat, length of the text
 _PAGE = 4096
+GAVE_UP = "gave up: "  # how `running` begins when a worker ended itself, and why follows
 STALE_S = 2.0  # four missed beats
 
 

@@ -68,7 +68,7 @@ def native(stepping: Literal["thread", "inline"]) -> Lab:
 
 def spread(gang: Gang) -> Lab:
     def make(policy: Policy, version: Version | None) -> Engine:
-        section = section_of(policy, dp=2, deadline_s=10.0)
+        section = section_of(policy, dp=2, ep=2)
         return gang.engine(Spec(CONFIG, section, seed=0, std=0.3, version=version))
 
     return Lab(make, *releases())

@@ -450,6 +450,17 @@ def test_close_closes_all_workers_and_may_be_called_twice(play: Play, tmp_path: 
 # Deaths
 
 
+def test_a_worker_that_gives_up_is_reported_as_dead_with_its_reason(play: Play) -> None:
+    async def scene(runtime: Any) -> None:
+        ref = await runtime.start("drill", make_drill)
+        with pytest.raises(WorkerDied, match="gave up: there is no point"):
+            await ref.call(5, Drill.give_up, "there is no point")
+        death = await runtime.next_death()
+        assert (death.worker, death.detail) == ("drill", "it gave up: there is no point")
+
+    play(scene)
+
+
 def test_a_killed_worker_is_named_within_two_seconds_with_what_it_was_doing(play: Play) -> None:
     async def scene(runtime: Any) -> None:
         ref = await runtime.start("drill", make_drill)

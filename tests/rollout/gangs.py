@@ -5,19 +5,24 @@ They are started once and serve one engine after another, each over a process gr
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from queue import SimpleQueue
 
 import torch
 
 from contraflow.config import Engine as EngineSection
 from contraflow.model.decoder import Decoder, new_decoder
 from contraflow.model.families import ModelConfig
+from contraflow.parallel.layout import cut, shards
+from contraflow.parallel.mesh import Mesh
 from contraflow.rollout.follow import follow
 from contraflow.rollout.gang import GangEngine
-from contraflow.rollout.spread import Seat, led_engine, seated_core, take_seat
+from contraflow.rollout.rank import Rank, empty_part, join_ranks, led_engine
 from contraflow.runtime.base import Rendezvous
 from contraflow.types import Version
 
@@ -47,9 +52,17 @@ def read(text: str) -> tuple[Spec, Rendezvous]:
     return spec, Rendezvous(rank, checked.parallel.ranks, meeting)
 
 
-def part_of(spec: Spec, seat: Seat) -> Decoder:
-    """This rank's part of the spec's model."""
-    return new_decoder(spec.config, seed=spec.seed, std=spec.std)
+def join(spec: Spec, rendezvous: Rendezvous) -> Rank:
+    """Sit down with the other ranks of the spec's engine."""
+
+    def part(mesh: Mesh) -> Decoder:
+        whole = new_decoder(spec.config, seed=spec.seed, std=spec.std).state_dict()
+        decoder = empty_part(spec.config, mesh)
+        cuts = shards(spec.config, mesh.parallel, mesh.here)
+        decoder.load_state_dict({name: cut(tensor, cuts[name]) for name, tensor in whole.items()})
+        return decoder
+
+    return join_ranks(spec.section, rendezvous, part, clock=time.perf_counter, version=spec.version)
 
 
 class Gang:
@@ -71,9 +84,8 @@ class Gang:
             assert stdin is not None
             stdin.write(spec.text(rank, meeting) + "\n")
             stdin.flush()
-        seat = take_seat(spec.section, Rendezvous(0, spec.section.parallel.ranks, meeting))
-        core = seated_core(part_of(spec, seat), spec.section, seat, clock=time.perf_counter, version=spec.version)
-        return led_engine(core, seat, clock=time.perf_counter, on_broken=self.broken.append)
+        rank = join(spec, Rendezvous(0, spec.section.parallel.ranks, meeting))
+        return led_engine(rank, clock=time.perf_counter, on_broken=self.broken.append)
 
     def close(self) -> None:
         """End the followers."""
@@ -90,16 +102,24 @@ class Gang:
 
 
 def main() -> None:
-    """Follow, one engine after another, until standard input ends."""
+    """Follow, one engine after another. Ends with standard input, whatever it is doing: whoever leads is gone then."""
     torch.set_num_threads(1)
-    for line in sys.stdin:
+    lines = SimpleQueue[str]()
+
+    def receive() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        os._exit(0)
+
+    threading.Thread(target=receive, daemon=True).start()
+    while True:
+        line = lines.get()
         spec, rendezvous = read(line)
-        seat = take_seat(spec.section, rendezvous)
+        rank = join(spec, rendezvous)
         try:
-            core = seated_core(part_of(spec, seat), spec.section, seat, clock=time.perf_counter, version=spec.version)
-            follow(core, seat.star, seat.mesh)
+            follow(rank.core, rank.star, rank.mesh)
         finally:
-            seat.leave()
+            rank.leave()
 
 
 if __name__ == "__main__":

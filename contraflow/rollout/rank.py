@@ -1,0 +1,133 @@
+"""One rank of an engine that is spread over several: joins the others, takes its part of the model, leads or follows.
+
+Takes an `engine` section and a rendezvous. What the rank then does is `gang.py` on rank 0, `follow.py` on the others.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from contraflow.config import Engine as EngineSection
+from contraflow.errors import DeadlineExceeded
+from contraflow.model.decoder import Decoder
+from contraflow.model.families import ModelConfig
+from contraflow.model.folder import open_folder, read_config
+from contraflow.model.names import Part, parts
+from contraflow.model.reading import TensorFiles
+from contraflow.parallel.layout import Shard, shards
+from contraflow.parallel.mesh import Mesh, open_mesh
+from contraflow.parallel.pieces import Shape, shapes
+from contraflow.parallel.spread import cut_decoder, settle
+from contraflow.rollout.core import EngineCore
+from contraflow.rollout.follow import follow
+from contraflow.rollout.gang import GangCore, GangEngine
+from contraflow.rollout.settle import StarPeers
+from contraflow.rollout.star import Star, open_star
+from contraflow.runtime.base import Host, Rendezvous
+from contraflow.telemetry import Clock
+from contraflow.types import Version
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank's connections and its part of the engine. `leave` ends it: the process may join other ranks then."""
+
+    mesh: Mesh
+    star: Star
+    core: EngineCore
+    leave: Callable[[], None]
+
+
+def join_ranks(
+    section: EngineSection,
+    rendezvous: Rendezvous,
+    part: Callable[[Mesh], Decoder],
+    *,
+    clock: Clock,
+    version: Version | None = None,
+    device: torch.device | str = "cpu",
+) -> Rank:
+    """Join the engine's ranks with `part(mesh)` of the model, whose weights are `version`'s if they may be served.
+
+    Collective. Raises DeadlineExceeded, or what torch raises, when a rank does not come; ConfigError for a bad fit.
+    """
+    parallel = section.parallel
+    stack = ExitStack()
+    with stack:
+        mesh = stack.enter_context(
+            open_mesh(parallel, rank=rendezvous.rank, init_method=rendezvous.init_method, device=device)
+        )
+        star = open_star(mesh.world, rendezvous.init_method, deadline_s=parallel.deadline_s, device=device)
+        stack.enter_context(closing(star))
+        core = EngineCore(part(mesh), section, clock=clock, version=version, peers=StarPeers(star, mesh))
+        stack = stack.pop_all()
+    return Rank(mesh, star, core, stack.close)
+
+
+def load_rank(section: EngineSection, folder: Path, rendezvous: Rendezvous, *, clock: Clock) -> Rank:
+    """Join the engine's ranks with this rank's part of a model folder. Collective. Also raises ModelError."""
+    return join_ranks(section, rendezvous, lambda mesh: load_part(folder, mesh), clock=clock)
+
+
+def load_part(folder: Path, mesh: Mesh) -> Decoder:
+    """What this rank computes with, in fp32, read without reading the rest. Raises ModelError, ConfigError."""
+    config = read_config(folder)
+    decoder = empty_part(config, mesh)
+    cuts, table, whole = shards(config, mesh.parallel, mesh.here), parts(config), shapes(config)
+    with open_folder(folder) as files, torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(_read(files, table[name], whole[name], cuts[name]))
+    return decoder
+
+
+def empty_part(config: ModelConfig, mesh: Mesh) -> Decoder:
+    """See `load_part`: in place, but not filled."""
+    decoder = cut_decoder(config, mesh)
+    settle(decoder, mesh.device)
+    return decoder
+
+
+def _read(files: TensorFiles, there: list[Part], whole: Shape, shard: Shard | None) -> Tensor:
+    box = [(0, size) for size in whole]
+    if shard is None:
+        return files.read(there, tuple(box))
+    found = [files.read(there, (*box[: shard.dim], span, *box[shard.dim + 1 :])) for span in shard.ranges]
+    return torch.cat(found, shard.dim)
+
+
+def led_engine(rank: Rank, *, clock: Clock, on_broken: Callable[[str], None]) -> GangEngine:
+    """The engine over all ranks, on rank 0; closing it leaves them. `on_broken` is told if one is lost, and why."""
+    return GangEngine(GangCore(rank.core, rank.star, rank.mesh, clock=clock, on_broken=on_broken), rank.leave)
+
+
+class EngineRank:
+    """A worker that computes for the worker of rank 0, on a thread of its own, and gives up when that is gone."""
+
+    def __init__(self, rank: Rank, host: Host) -> None:
+        self._rank, self._host = rank, host
+        # Each thread has its own OpenMP setting.
+        self._thread = threading.Thread(
+            target=self._run, args=(torch.get_num_threads(),), name="contraflow-engine", daemon=True
+        )
+        self._thread.start()
+
+    async def close(self) -> None:
+        """Wait for the leader to say stop. Raises DeadlineExceeded when it does not."""
+        wait_s = self._rank.star.deadline_s
+        await asyncio.to_thread(self._thread.join, wait_s)
+        if self._thread.is_alive():
+            raise DeadlineExceeded(self._host.name, "the leader of its engine to say stop", wait_s)
+        self._rank.leave()
+
+    def _run(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        try:
+            follow(self._rank.core, self._rank.star, self._rank.mesh)
+        except Exception as fault:  # noqa: BLE001 - a rank that cannot go on is of no use, whatever it is
+            self._host.give_up(f"{type(fault).__name__}: {fault}")
