@@ -32,12 +32,10 @@ from contraflow.errors import DispatchError
 class Flight:
     """The library's handle, which owns what its combine needs, and the places in the local dispatch."""
 
-    port: library.Port
     handle: Any
     places: Places
     tokens: int
     dim: int
-    width: int
     used: bool = False
 
 
@@ -108,36 +106,27 @@ class DeepEPDispatch(Adapter):
         if fixed and self.api == "buffer" and links.topology.ranks > library.NODE_RANKS:
             raise DispatchError("deep_ep.Buffer has no form of fixed rows on several nodes; leave capacity out")
         self.fixed = fixed
-        self._local = LocalDispatch(self.held)
-        self._port: library.Port | None = None
+        self._opened: PortDispatch | None = None
         self._choices = 0
 
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Rows[Flight]:
         """See `Dispatch.dispatch`. Ids out of range are trusted: to look would wait for the device."""
-        width = self._admit(x_TD, expert_ids_TK, weights_TK, library.CHOICES)
-        tokens, choices = expert_ids_TK.shape
-        port = self._open(width, choices)
-        ids, weights = expert_ids_TK, weights_TK
-        if self.api == "elastic":
-            ids, weights = merge_repeats(ids, weights)
-        if tokens < port.least_tokens:
-            x_TD, ids, weights = with_dummy(x_TD, ids, weights, self.links.rank * self.held, self.experts)
-        x_MD, weights_MK, ids_MK, flown, pairs = _Out.apply(x_TD, weights, ids, port, width, self.wire)  # type: ignore[no-untyped-call]
-        # Told how many pairs came, the local dispatch gives out as many rows and no more.
-        local = self._local if pairs is None else LocalDispatch(self.held, max(1, pairs))
-        rows = local.dispatch(x_MD, ids_MK, weights_MK)
-        flight = Flight(port, flown, rows.handle, tokens, x_TD.shape[1], width)
-        return Rows(rows.x_RD, rows.weights_R, rows.ends_E, flight)
+        width, choices = self._admit(x_TD, expert_ids_TK, weights_TK, library.CHOICES), expert_ids_TK.shape[1]
+        if self._opened is None:
+            port, first = self._open(width, choices), self.links.rank * self.held
+            self._opened = PortDispatch(
+                port, first=first, held=self.held, experts=self.experts, width=width, wire=self.wire
+            )
+            self._choices = choices
+        if choices > self._choices:
+            raise DispatchError(f"{choices} experts a token, but buffers were opened for {self._choices}")
+        return self._opened.dispatch(x_TD, expert_ids_TK, weights_TK)
 
     def combine(self, y_RD: Tensor, handle: Flight) -> Tensor:
         """See `Dispatch.combine`."""
-        if handle.used:
-            raise DispatchError("this dispatch handle was combined before; dispatch again")
-        check_answers(y_RD, handle.dim, self.wire)
-        y_MD = self._local.combine(y_RD, handle.places)
-        handle.used = True
-        y_TD: Tensor = _Home.apply(y_MD, handle.port, handle.handle, handle.width)  # type: ignore[no-untyped-call]
-        return y_TD if y_TD.shape[0] == handle.tokens else y_TD[: handle.tokens]
+        if self._opened is None:
+            raise DispatchError("deep_ep's buffers were closed since this handle was made; dispatch again")
+        return self._opened.combine(y_RD, handle)
 
     def check(self) -> None:
         """Nothing is ever lost: there is room for all that may come."""
@@ -147,25 +136,55 @@ class DeepEPDispatch(Adapter):
 
         Handles and gradients that are still out can't be used after it.
         """
-        if self._port is not None:
-            self._port.close()
-            self._port, self._opened_for = None, None
+        if self._opened is not None:
+            self._opened.port.close()
+            self._opened, self._opened_for = None, None
 
     def _open(self, width: int, choices: int) -> library.Port:
-        if self._port is None:
-            group, experts, ranks = self.links.group, self.experts, self.links.topology.ranks
-            if self.api == "elastic":
-                self._port = library.ElasticPort(
-                    self._module, group, experts=experts, width=width, choices=choices, max_tokens=self.max_tokens,
-                    fixed=self.fixed, deadline_s=self.links.deadline_s,
-                )  # fmt: skip
-            else:
-                rows = ranks * self.max_tokens if self.fixed else 0
-                self._port = library.BufferPort(self._module, group, experts=experts, width=width, fixed_rows=rows)
-            self._choices = choices
-        elif choices > self._choices:
-            raise DispatchError(f"{choices} experts a token, but buffers were opened for {self._choices}")
-        return self._port
+        group, experts = self.links.group, self.experts
+        if self.api == "elastic":
+            return library.ElasticPort(
+                self._module, group, experts=experts, width=width, choices=choices, max_tokens=self.max_tokens,
+                fixed=self.fixed, deadline_s=self.links.deadline_s,
+            )  # fmt: skip
+        rows = self.links.topology.ranks * self.max_tokens if self.fixed else 0
+        return library.BufferPort(self._module, group, experts=experts, width=width, fixed_rows=rows)
+
+
+class PortDispatch:
+    """See `Dispatch`; over an opened port whose ranks hold `held` experts each, this one those from `first` on."""
+
+    def __init__(self, port: library.Port, *, first: int, held: int, experts: int, width: int, wire: w.Wire) -> None:
+        self.port = port
+        self.width = width
+        self.wire: w.Wire = wire
+        self._first = first
+        self._held = held
+        self._experts = experts
+        self._local = LocalDispatch(held)
+
+    def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Rows[Flight]:
+        """See `Dispatch.dispatch`."""
+        (tokens, dim), ids, weights = x_TD.shape, expert_ids_TK, weights_TK
+        if self.port.distinct_ids:
+            ids, weights = merge_repeats(ids, weights)
+        if tokens < self.port.least_tokens:
+            x_TD, ids, weights = with_dummy(x_TD, ids, weights, self._first, self._experts)
+        x_MD, weights_MK, ids_MK, handle, pairs = _Out.apply(x_TD, weights, ids, self.port, self.width, self.wire)  # type: ignore[no-untyped-call]
+        # Told how many pairs came, the local dispatch gives out as many rows and no more.
+        most = max(1, ids_MK.numel() if pairs is None else pairs)
+        rows = LocalDispatch(self._held, most).dispatch(x_MD, ids_MK, weights_MK)
+        return Rows(rows.x_RD, rows.weights_R, rows.ends_E, Flight(handle, rows.handle, tokens, dim))
+
+    def combine(self, y_RD: Tensor, handle: Flight) -> Tensor:
+        """See `Dispatch.combine`."""
+        if handle.used:
+            raise DispatchError("this dispatch handle was combined before; dispatch again")
+        check_answers(y_RD, handle.dim, self.wire)
+        y_MD = self._local.combine(y_RD, handle.places)
+        handle.used = True
+        y_TD: Tensor = _Home.apply(y_MD, self.port, handle.handle, self.width)  # type: ignore[no-untyped-call]
+        return y_TD if y_TD.shape[0] == handle.tokens else y_TD[: handle.tokens]
 
 
 def check_inputs(x_TD: Tensor, ids_TK: Tensor, wire: w.Wire, max_tokens: int, most_choices: int) -> None:
@@ -197,7 +216,7 @@ def _check_dtype(values: Tensor, wire: w.Wire) -> None:
 def merge_repeats(ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
     """An expert named twice by a token is named once, with the sum of the weights; the other places become -1.
 
-    `ElasticBuffer` stops the device on repeats, and low latency keeps one answer of them.
+    Repeats stop the device in `ElasticBuffer`, and low latency keeps one answer of them.
     """
     same_TKK = ids_TK[:, :, None] == ids_TK[:, None, :]
     first_TK = same_TKK.int().argmax(-1)  # the first place that names the same

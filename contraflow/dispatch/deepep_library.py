@@ -140,6 +140,7 @@ class Port(Protocol):
     """The library's buffers, opened. Collective over the group, each call, opening and closing too."""
 
     least_tokens: int  # that a rank has to bring
+    distinct_ids: bool  # whether a token may name an expert but once
 
     def out(self, x: Values, ids_TK: Tensor, weights_TK: Tensor) -> Arrived: ...
 
@@ -158,6 +159,7 @@ class BufferPort:
     """See `Port`; by `deep_ep.Buffer`. `fixed`: room for all that might come, and the host is not told how many do."""
 
     least_tokens = 0
+    distinct_ids = False
 
     def __init__(self, module: Any, group: dist.ProcessGroup, *, experts: int, width: int, fixed_rows: int) -> None:
         ranks, buffer = dist.get_world_size(group), module.Buffer
@@ -201,6 +203,7 @@ class ElasticPort:
     """See `Port`; by `deep_ep.ElasticBuffer`, whose kernels are compiled at first use for each set of shapes."""
 
     least_tokens = 1  # its host waits in vain for counts of a rank that has none
+    distinct_ids = True  # repeats stop the device
 
     def __init__(
         self, module: Any, group: dist.ProcessGroup, *, experts: int, width: int, choices: int, max_tokens: int,

@@ -37,27 +37,10 @@ from contraflow.dispatch.domains import Topology
 from contraflow.dispatch.group import GroupLinks
 from contraflow.dispatch.open import open_dispatch
 from contraflow.errors import DispatchError
+from tests.dispatch.closed_form import Exact, Routing, differences, scaled
 from tests.dispatch.mixture import Case, make_case, run_rank, through, wanted
 
 MAX_TOKENS = 160  # of the small cases
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Tokens by rank, and how they choose. `experts_of` fixes one row of ids for all tokens."""
-
-    name: str
-    tokens: tuple[int, ...] = (129, 64)
-    experts: int = 8
-    choices: int = 3
-    dim: int = 256
-    absent: float = 0.2
-    popular: float = 0.0
-    experts_of: tuple[int, ...] | None = None
-    dtype: torch.dtype = torch.bfloat16
-    wire: str = "same"
-    fixed: bool = False
-    strided: bool = False
 
 
 ROUTINGS = [
@@ -85,73 +68,6 @@ ROUTINGS = [
     Routing("many tokens", (1500, 4096), experts=32, choices=8, dim=2048),
 ]
 FIXED = ["plain", "no tokens on rank 0", "no tokens at all", "all to rank 1", "skewed", "fp8", "width 72"]
-
-
-@dataclass
-class Exact:
-    """A case whose sums are exact in bf16 and, block by block, in e4m3: any lost or doubled pair shows in the bits.
-
-    Tokens are whole numbers up to 7, an expert multiplies by its scale 1 or 2, weights are 1 or 2.
-    """
-
-    x: Tensor
-    ids: Tensor
-    weights: Tensor
-    scale_E: Tensor
-    pull: Tensor
-
-    @classmethod
-    def of(cls, routing: Routing, rank: int) -> "Exact":
-        case = make_case(
-            list(routing.tokens), experts=routing.experts, choices=routing.choices, dim=1, seed=3,
-            absent=routing.absent, popular=routing.popular,
-        )  # fmt: skip
-        noise = torch.Generator().manual_seed(rank)
-        tokens = routing.tokens[rank]
-        x = torch.randint(-7, 8, (tokens, routing.dim), generator=noise).double()
-        x[:, ::128] = 7.0  # so that a block's e4m3 scale is 1/64
-        ids = case.ids[rank]
-        if routing.experts_of is not None:
-            ids = torch.tensor([routing.experts_of] * tokens).view(tokens, -1)
-        weights = torch.randint(1, 3, ids.shape, generator=noise).double()
-        scale_E = 1.0 + torch.arange(routing.experts, dtype=torch.float64) % 2
-        pull = torch.randint(-1, 2, x.shape, generator=noise).double()
-        return cls(x, ids, weights, scale_E, pull)
-
-    def right(self) -> dict[str, Tensor]:
-        """Values and gradients in closed form; that of the scales is this rank's tokens' part."""
-        there = self.ids >= 0
-        scale_TK = torch.where(there, self.scale_E[self.ids.clamp_min(0)], 0.0)
-        factor_T1 = (self.weights * scale_TK).sum(1, keepdim=True)
-        along_T1 = (self.x * self.pull).sum(1, keepdim=True)
-        grad_scale = torch.zeros_like(self.scale_E).index_add_(
-            0, self.ids.clamp_min(0).flatten(), torch.where(there, self.weights * along_T1, 0.0).flatten()
-        )
-        return {
-            "out": self.x * factor_T1,
-            "grad x": self.pull * factor_T1,
-            "grad weights": scale_TK * along_T1,
-            "grad experts": grad_scale,
-        }
-
-    def inputs(self, routing: Routing, device: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens and weights are leaves."""
-        x = self.x.to(device, routing.dtype)
-        ids = self.ids.to(device)
-        if routing.strided:
-            x, ids = x.t().contiguous().t(), ids.t().contiguous().t()
-        return x.requires_grad_(), ids, self.weights.float().to(device).requires_grad_()
-
-
-def scaled(dispatch: Any, x: Tensor, ids: Tensor, weights: Tensor, scale_L: Tensor) -> Tensor:
-    """Through experts that multiply by their scale; rows past the last end become NaN, and must not matter."""
-    rows = dispatch.dispatch(x, ids, weights)
-    place_R = torch.arange(rows.x_RD.shape[0], device=x.device)
-    expert_R = torch.searchsorted(rows.ends_E.long(), place_R, right=True)
-    assert bool(torch.isfinite(rows.x_RD).all()), "rows past the last end must be finite"
-    factor_R = rows.weights_R * scale_L[expert_R.clamp_max(len(scale_L) - 1)]
-    y_RD = (rows.x_RD.float() * factor_R[:, None]).to(x.dtype)
-    return dispatch.combine(torch.where((expert_R < len(scale_L))[:, None], y_RD, torch.nan), rows.handle)
 
 
 @dataclass
@@ -193,6 +109,10 @@ class Bench:
         """So that a rank which is killed has told what it did."""
         torch.save({"found": self.found, "parts": self.parts}, self.file)
 
+    def wide(self, routing: Routing) -> Routing:
+        """The tokens of two ranks, for as many as there are."""
+        return replace(routing, tokens=routing.tokens * (self.ranks // 2))
+
     def wait(self) -> None:
         """For the GPU, so that its faults show in the case that caused them."""
         if self.device == "cuda":
@@ -212,14 +132,7 @@ class Bench:
 
 def judge(row: dict[str, Any], got: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     """Bit for bit."""
-    wrong = []
-    for name, tensor in right.items():
-        found = got[name].detach().double().cpu()
-        if found.shape != tensor.shape:
-            wrong.append(f"{name} has shape {list(found.shape)}, not {list(tensor.shape)}")
-        elif not torch.equal(found, tensor):
-            off = (found != tensor) | found.isnan()
-            wrong.append(f"{name}: {int(off.sum())} of {off.numel()} differ, most by {(found - tensor).abs().max():g}")
+    wrong = differences(got, right)
     row["passed"], row["note"] = not wrong, "; ".join(wrong) or "bit for bit"
 
 
@@ -236,14 +149,9 @@ def exact(bench: Bench, routing: Routing) -> None:
         )
         bench.wait()
         dispatch.close()
-        # An expert's gradient is a sum over the tokens of all ranks.
-        whole = case.right()
-        total = [torch.zeros_like(whole["grad experts"]) for _ in range(bench.ranks)]
-        for rank in range(bench.ranks):
-            total[rank] = Exact.of(routing, rank).right()["grad experts"]
         held = routing.experts // bench.ranks
-        whole["grad experts"] = torch.stack(total).sum(0)[bench.rank * held :][:held]
-        judge(row, {"out": out, "grad x": grads[0], "grad weights": grads[1], "grad experts": grads[2]}, whole)
+        right = case.right() | {"grad experts": routing.grad_experts()[bench.rank * held :][:held]}
+        judge(row, {"out": out, "grad x": grads[0], "grad weights": grads[1], "grad experts": grads[2]}, right)
 
 
 def mixture(bench: Bench, name: str, wire: str, limit: float) -> None:
@@ -291,7 +199,8 @@ def repeats(bench: Bench) -> None:
 def two_in_flight(bench: Bench) -> None:
     """Handles own what they need: between the dispatches and their combines memory is taken, soiled and given back."""
     routing = Routing("two in flight, memory in demand", (129, 100))
-    first, second = (Exact.of(replace(routing, tokens=tokens), bench.rank) for tokens in ((129, 100), (64, 129)))
+    tokens = ((129, 100), (64, 129))
+    first, second = (Exact.of(bench.wide(replace(routing, tokens=each)), bench.rank) for each in tokens)
     with bench.case(routing.name) as row:
         dispatch = bench.open(routing)
         rows = []
@@ -316,7 +225,7 @@ def two_in_flight(bench: Bench) -> None:
 
 def refusals(bench: Bench) -> None:
     """Before anything is sent: the other rank waits for nobody, and the next dispatch works."""
-    routing = Routing("refused before anything is sent", (3, 3))
+    routing = bench.wide(Routing("refused before anything is sent", (3, 3)))
     case = Exact.of(routing, bench.rank)
     with bench.case(routing.name) as row:
         dispatch = bench.open(routing, max_tokens=4)
@@ -347,7 +256,7 @@ def refusals(bench: Bench) -> None:
 
 def graph(bench: Bench) -> None:
     """The fixed form inside a CUDA graph, replayed with other routings."""
-    routing = Routing("inside a CUDA graph", (100, 100), fixed=True, absent=0.0)
+    routing = bench.wide(Routing("inside a CUDA graph", (100, 100), fixed=True, absent=0.0))
     cases = [Exact.of(routing, bench.rank), Exact.of(replace(routing, absent=0.7), bench.rank)]
     with bench.case(routing.name) as row, torch.no_grad():
         dispatch = bench.open(routing)
@@ -388,7 +297,7 @@ def decoding(bench: Bench, wire: str) -> None:
         Routing("all to one expert", (40, 21), experts_of=(5, -1), dim=2048),
     ]
     dispatch: Any = None
-    for routing in routings:
+    for routing in map(bench.wide, routings):
         case = Exact.of(routing, bench.rank)
         with bench.case(f"low latency, {wire}, {routing.name}") as row, torch.no_grad():
             dispatch = dispatch or open_dispatch(
@@ -479,7 +388,7 @@ def all_cases(bench: Bench) -> None:
         for wire in ("same", "fp8"):
             decoding(bench, wire)
         return
-    wide = [replace(routing, tokens=routing.tokens * (bench.ranks // 2)) for routing in ROUTINGS]
+    wide = [bench.wide(routing) for routing in ROUTINGS]
     for routing in wide:
         exact(bench, routing)
     for routing in wide:

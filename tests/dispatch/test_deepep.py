@@ -1,24 +1,30 @@
 """What the DeepEP adapter decides before it calls the library: what it uses, refuses, pads and merges."""
 
+import importlib.util
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contraflow.dispatch import deepep_library as library
 from contraflow.dispatch.base import check_pairs
-from contraflow.dispatch.deepep import check_answers, check_inputs, merge_repeats, plain, with_dummy
+from contraflow.dispatch.deepep import PortDispatch, check_answers, check_inputs, merge_repeats, plain, with_dummy
 from contraflow.dispatch.deepep_decode import together
 from contraflow.dispatch.domains import Topology
+from contraflow.dispatch.group import GroupLinks
 from contraflow.dispatch.local import LocalDispatch
 from contraflow.dispatch.open import open_dispatch
 from contraflow.dispatch.virtual import VirtualWorld
 from contraflow.dispatch.wire import quantise
 from contraflow.errors import DispatchError, WorkerDied
+from tests.dispatch import gloo
+from tests.dispatch.closed_form import Exact, Routing, differences, scaled
+from tests.dispatch.port_twin import TwinPort
 
 BUFFER = type("Buffer", (), {"low_latency_dispatch": None})
 
@@ -54,9 +60,8 @@ def test_a_module_without_a_known_interface_is_refused(names: Any, low_latency: 
         library.choose_api(module(**names), low_latency=low_latency)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("deep_ep") is not None, reason="deep_ep is installed here")
 def test_a_missing_module_is_an_error_that_says_how_to_get_it() -> None:
-    if library.importlib.util.find_spec("deep_ep") is not None:
-        pytest.skip("deep_ep is installed here")
     with pytest.raises(DispatchError, match=r"deep_ep .* is not installed; .* container image"):
         library.load()
 
@@ -261,6 +266,108 @@ def test_a_capacity_below_the_maximum_is_refused() -> None:
     VirtualWorld(NODE).run(work)
 
 
+def without_the_module(store: Any, rank: int) -> list[str]:
+    assert dist.group.WORLD is not None
+    links = GroupLinks(dist.group.WORLD, store=store, deadline_s=20)
+    said = []
+    for max_tokens in (None, 4, 4 + rank):
+        with pytest.raises(DispatchError) as caught:
+            open_dispatch("deepep", links, experts=4, max_tokens=max_tokens)
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deep_ep") is not None, reason="deep_ep is installed here")
+def test_in_a_group_every_rank_is_told_the_same(tmp_path: Path) -> None:
+    for unset, missing, unlike in gloo.run(without_the_module, 2, tmp_path):
+        assert "deepep needs max_tokens" in unset
+        assert "is not installed" in missing
+        assert "disagree on max_tokens" in unlike
+
+
 def test_one_rank_is_a_local_dispatch() -> None:
     found = VirtualWorld(Topology.even(1, 1)).run(lambda links: open_dispatch("deepep", links, experts=4))
     assert isinstance(found[0], LocalDispatch)
+
+
+PORTS: dict[str, dict[str, Any]] = {
+    "as Buffer": {},
+    "as ElasticBuffer": {"least_tokens": 1, "distinct_ids": True},
+}
+
+
+def over_twins(routing: Routing, ranks: int, **port: Any) -> list[list[str]]:
+    """What differs from the closed form, by rank, when the adapter's composition runs over a port between threads."""
+    width = library.library_width("elastic", Topology.even(ranks, ranks), routing.dim, fp8=routing.wire == "fp8")
+    most = max(1, *routing.tokens)
+
+    def work(links: Any) -> list[str]:
+        held = routing.experts // ranks
+        twin = TwinPort(
+            links.exchange(range(ranks)), experts=routing.experts, width=width,
+            fixed_rows=ranks * most if routing.fixed else 0, **port,
+        )  # fmt: skip
+        dispatch = PortDispatch(
+            twin, first=links.rank * held, held=held, experts=routing.experts, width=width,
+            wire=routing.wire,  # type: ignore[arg-type]
+        )  # fmt: skip
+        case = Exact.of(routing, links.rank)
+        x, ids, weights = case.inputs(routing, "cpu")
+        scale_L = case.scale_E[links.rank * held :][:held].float().requires_grad_()
+        out = scaled(dispatch, x, ids, weights, scale_L)
+        leaves = (x, weights, scale_L)
+        grads = torch.autograd.grad(out, leaves, case.pull.to(out), allow_unused=True, materialize_grads=True)
+        got = {"out": out, "grad x": grads[0], "grad weights": grads[1], "grad experts": grads[2]}
+        right = case.right() | {"grad experts": routing.grad_experts()[links.rank * held :][:held]}
+        return differences(got, right)
+
+    return VirtualWorld(Topology.even(ranks, ranks)).run(work)
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+@pytest.mark.parametrize("port", PORTS)
+def test_any_routing_gives_the_closed_form_bit_for_bit(port: str, data: st.DataObject) -> None:
+    ranks = data.draw(st.sampled_from([2, 4]))
+    experts = ranks * data.draw(st.integers(1, 4))
+    routing = Routing(
+        "any",
+        tokens=tuple(data.draw(st.lists(st.integers(0, 9), min_size=ranks, max_size=ranks))),
+        experts=experts,
+        choices=data.draw(st.integers(1, min(experts, 8))),
+        dim=data.draw(st.sampled_from([3, 72, 256, 300])),
+        absent=data.draw(st.sampled_from([0.0, 0.3, 1.0])),
+        popular=data.draw(st.sampled_from([0.0, 3.0])),
+        dtype=data.draw(st.sampled_from([torch.bfloat16, torch.float32])),
+        wire=data.draw(st.sampled_from(["bf16", "fp8"])),
+        fixed=data.draw(st.booleans()),
+        strided=data.draw(st.booleans()),
+    )
+    assert over_twins(routing, ranks, **PORTS[port]) == [[]] * ranks
+
+
+@pytest.mark.parametrize("port", PORTS)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_an_expert_named_twice_keeps_both_weights(port: str, fixed: bool) -> None:
+    routing = Routing("twice", tokens=(5, 3), experts_of=(6, 6, 1, -1, -1), fixed=fixed)
+    assert over_twins(routing, 2, **PORTS[port]) == [[], []]
+
+
+@pytest.mark.parametrize("port", PORTS)
+def test_a_handle_is_good_for_one_combine_and_rows_of_one_width(port: str) -> None:
+    def work(links: Any) -> None:
+        twin = TwinPort(links.exchange(range(2)), experts=2, width=256, **PORTS[port])
+        dispatch = PortDispatch(twin, first=links.rank, held=1, experts=2, width=256, wire="same")
+        x = torch.ones(1, 3, dtype=torch.bfloat16)
+        rows = dispatch.dispatch(x, torch.tensor([[1]]), torch.ones(1, 1))
+        with pytest.raises(DispatchError, match="rows of width 3"):
+            dispatch.combine(rows.x_RD[:, :2], rows.handle)
+        with pytest.raises(DispatchError, match=r"bfloat16, not torch\.float32"):
+            dispatch.combine(rows.x_RD.float(), rows.handle)
+        with pytest.raises(DispatchError, match=r"but dispatch gave out \d rows"):
+            dispatch.combine(x.new_zeros(9, 3), rows.handle)
+        assert torch.equal(dispatch.combine(rows.x_RD, rows.handle), x)
+        with pytest.raises(DispatchError, match="before"):
+            dispatch.combine(rows.x_RD, rows.handle)
+
+    VirtualWorld(NODE).run(work)
