@@ -214,10 +214,16 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _ranks_have_processes(self) -> Self:
-        if self.runtime.kind == "inline" and self.engine.parallel.ranks > 1:
+        for name, parallel in (("engine", self.engine.parallel), ("train", self.train.parallel)):
+            if self.runtime.kind == "inline" and parallel.ranks > 1:
+                raise ValueError(
+                    f"runtime.kind = 'inline' is one process, {name}.parallel has {parallel.ranks} ranks;"
+                    " use runtime.kind = 'local'"
+                )
+        if self.train.parallel.pp > 1 and self.loss.kl_weight > 0:
             raise ValueError(
-                f"runtime.kind = 'inline' is one process, engine.parallel has {self.engine.parallel.ranks} ranks;"
-                " use runtime.kind = 'local'"
+                f"loss.kl_weight = {self.loss.kl_weight} with train.parallel.pp = {self.train.parallel.pp}: the"
+                " reference model is not computed in stages; set one of them to 0 or 1"
             )
         return self
 

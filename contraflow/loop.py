@@ -218,6 +218,7 @@ class Loop:
     async def _train(self, take: Take) -> StepReport:
         deadline_s = self.recipe.train.step_deadline_s
         report = (await self.system.trainer.call(deadline_s, Trainer.step, take))[0]
+        assert report is not None, "rank 0 answers for all"
         await self.system.buffer.call(CALL_S, Buffer.trained, take.step, report.manifest.version)
         self._count(report)
         self._record("step", **{k: v for k, v in msgspec.structs.asdict(report).items() if k != "manifest"})

@@ -108,7 +108,7 @@ async def _start(recipe: Recipe, folder: Path, runtime: Runtime, *, resume: bool
     line = await buffer.call(START_S, Buffer.line)
     trainer = await runtime.start_gang(
         "trainer",
-        1,
+        recipe.train.parallel.ranks,
         make_trainer,
         train=recipe.train,
         loss=recipe.loss,
@@ -126,6 +126,7 @@ async def _start(recipe: Recipe, folder: Path, runtime: Runtime, *, resume: bool
         buffer=buffer.address,
     )
     manifest = (await trainer.call(START_S, Trainer.publish, first_step))[0]
+    assert manifest is not None, "rank 0 answers for all"
     system = System(recipe, folder, runtime, line, first_step, buffer, trainer, manifest)
     if resume:
         system.note = _resumed(folder, cut, first_step)

@@ -34,6 +34,7 @@ COMPANIONS = (
     "chat_template.jinja",
     "generation_config.json",
 )
+SHARD_BYTES = 4 << 30  # of one file
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -78,20 +79,20 @@ def open_folder(folder: Path) -> TensorFiles:
     known = {part.name for found in parts(config).values() for part in found}
     where: dict[str, Path] = {}
     for file, names in _files(folder).items():
-        for name in names or _held(file):
+        for name in names or tensor_names(file):
             where[name] = file
             if name not in known and not _redundant(name, config):
                 raise ModelError(f"{file}: tensor {name!r} is not part of a {config.family} model of this config")
     return TensorFiles(where)
 
 
-def save_folder(decoder: Decoder, folder: Path, *, shard_bytes: int = 4 << 30) -> None:
+def save_folder(decoder: Decoder, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
     """Write the model, replacing one that is there; see `write_folder`."""
     write_folder(decoder.config, decoder.named_parameters(), folder, shard_bytes=shard_bytes)
 
 
 def write_folder(
-    config: ModelConfig, tensors: Iterable[tuple[str, Tensor]], folder: Path, *, shard_bytes: int = 4 << 30
+    config: ModelConfig, tensors: Iterable[tuple[str, Tensor]], folder: Path, *, shard_bytes: int = SHARD_BYTES
 ) -> None:
     """Write decoder tensors, by name, as a model folder, replacing one that is there. Raises: ModelError.
 
@@ -119,7 +120,7 @@ def write_folder(
 
 
 def write_shards(
-    folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int
+    folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES
 ) -> tuple[dict[str, str], int]:
     """Write `stem.safetensors`, or, beyond `shard_bytes`, `stem-00001-of-0000N.safetensors` and so on.
 
@@ -202,7 +203,8 @@ def _files(folder: Path) -> dict[Path, list[str] | None]:
     return {folder / file: [n for n, f in weight_map.items() if f == file] for file in set(weight_map.values())}
 
 
-def _held(file: Path) -> list[str]:
+def tensor_names(file: Path) -> list[str]:
+    """What a safetensors file holds. Raises: ModelError when it is not whole."""
     try:
         with safe_open(file, framework="pt") as opened:
             return list(opened.keys())

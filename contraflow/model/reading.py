@@ -71,7 +71,7 @@ class TensorFiles:
             slices = [slice(start, end) for start, end in box[fixed:]]
             if part.turned:
                 slices[-2:] = slices[-1], slices[-2]
-            found: Tensor = there[tuple(slices)]
+            found: Tensor = there[tuple(slices)] if slices else self._opened[file].get_tensor(part.name)
         except (OSError, SafetensorError) as fault:
             raise ModelError(f"{file}: tensor {part.name!r} cannot be read: {fault}") from None
         if not found.dtype.is_floating_point or found.dtype.itemsize < 2:

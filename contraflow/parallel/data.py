@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from contraflow.model.decoder import Layer
@@ -33,6 +33,13 @@ def shard_rows(model: nn.Module, mesh: Mesh) -> None:
                 _shard(layer.mlp, mesh.edp, ignored=dense_weights)
         _shard(layer, mesh.dense, ignored=experts)
     _shard(model, mesh.dense, ignored=experts)
+
+
+def at_rest(model: nn.Module) -> None:
+    """Let go of what a forward pass gathered and no backward pass followed: parameters are this rank's rows again."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def local(parameter: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from contraflow.model.folder import load_folder, open_folder, read_config
 from contraflow.model.moe import MoE
 from contraflow.model.names import Part, parts
 from contraflow.model.reading import TensorFiles
-from contraflow.parallel.data import local, shard_rows
+from contraflow.parallel.data import at_rest, local, shard_rows
 from contraflow.parallel.experts import open_experts
 from contraflow.parallel.layout import check_fit, place
 from contraflow.parallel.mesh import Mesh
@@ -39,8 +39,18 @@ class Spread:
         self.config = decoder.config
         self.mesh = mesh
 
+    @property
+    def first(self) -> bool:
+        """Whether this rank is given whole tensors."""
+        return self.mesh is None or self.mesh.first
+
+    def holds(self, name: str) -> bool:
+        """Whether the layer of this parameter is on this rank."""
+        return self.mesh is None or name in self.pieces
+
     def tensors(self) -> Iterator[tuple[str, Tensor | None]]:
         """Every whole parameter, on rank 0; None elsewhere. Collective: every rank goes through to the end."""
+        at_rest(self.decoder)
         held = {name: local(parameter) for name, parameter in self.decoder.named_parameters()}
         for name in self.shapes:
             yield name, self.gather(name, held.get(name))

@@ -1,31 +1,38 @@
 """Cuts: everything a run needs to go on bit for bit, written whole or not at all.
 
-Takes a decoder, the optimizer's moments and where the run stands; gives a folder `line-L-step-N` with `model/` (a
-Hugging Face folder), `optimizer.safetensors`, `state.json` and `files.json` (digests of all the others). Written beside
-its place, synced, then renamed. There is no random state to keep: what the trainer draws is a function of (seed, step).
-Does not decide when to save, or read the buffer's ledger.
+Takes a model, its optimizer and where the run stands; gives a folder `line-L-step-N` with `model/` (a Hugging Face
+folder), `optimizer.safetensors` (or, beyond 4 GiB, several), `state.json` and `files.json` (digests of all the others).
+Written beside its place, synced, then renamed. There is no random state to keep: what the trainer draws is a function
+of (seed, step). It holds whole tensors by name and nothing of the ranks that wrote it, so a trainer of any layout goes
+on from it. Does not decide when to save, or read the buffer's ledger.
 """
 
 import hashlib
+import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import msgspec
 from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from contraflow.errors import CheckpointError, ModelError
-from contraflow.model.decoder import Decoder
-from contraflow.model.folder import copy_companions, load_folder, save_folder
+from contraflow.model.families import ModelConfig
+from contraflow.model.folder import copy_companions, tensor_names, write_folder, write_shards
+from contraflow.model.names import Part
+from contraflow.model.reading import TensorFiles
+from contraflow.parallel.mesh import Mesh
+from contraflow.parallel.spread import Spread, load_spread
+from contraflow.parallel.team import Team
+from contraflow.train.optimizer import Optimizer
 
 _NAME = re.compile(r"line-(\d+)-step-(\d+)")
 T = TypeVar("T")
+Named = Iterable[tuple[str, Tensor]]
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,47 +47,43 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Loaded(NamedTuple):
-    """A checkpoint read back, every file's digest verified."""
+    """A checkpoint read back, every file's digest verified; `spread` and `moments` are this rank's parts."""
 
     cut: Cut
-    decoder: Decoder
+    spread: Spread
     moments: dict[str, Tensor]
 
 
-def save(
-    folder: Path, cut: Cut, *, decoder: Decoder, moments: Mapping[str, Tensor], companions: Path, keep: int
-) -> Path:
+def save(folder: Path, cut: Cut, *, spread: Spread, optimizer: Optimizer, companions: Path, keep: int) -> Path:
     """Write a cut into `folder`, then forget all but the newest `keep`; gives the cut's own folder.
 
-    `companions` is the model folder whose tokenizer files go along. A cut of the same line and step that is already
-    there whole is left as it is. Raises CheckpointError when it cannot be written (a full disk): nothing of it remains,
-    and the earlier ones are untouched.
+    Collective: rank 0 writes, one tensor after the other. `companions` is the model folder whose tokenizer files go
+    along. A cut of the same line and step that is already there whole is left as it is. Raises CheckpointError, on rank
+    0, when it cannot be written (a full disk): nothing of it remains, and the earlier ones are untouched.
     """
-    name = f"line-{cut.line}-step-{cut.step}"
-    final, draft = folder / name, folder / f".writing-{name}"
+    tensors, moments = spread.tensors(), optimizer.whole_moments()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
-        if final.exists():
-            if is_whole(final):
-                return final
-            _remove(final)
-        _write(draft, cut, decoder, moments, companions)
-        draft.rename(final)
-        _sync(folder)
-        for old in cuts(folder)[keep:]:
-            _remove(old)
-    except (OSError, SafetensorError, ModelError) as fault:
-        shutil.rmtree(draft, ignore_errors=True)  # what is left of a failed draft is swept by the next save
-        raise CheckpointError(
-            f"checkpoint {final} could not be written: {fault}; earlier ones are untouched, free some space and resume"
-        ) from fault
-    return final
+        if spread.first:
+            _save(folder, cut, spread.config, _present(tensors), _present(moments), companions, keep)
+    finally:  # the others hand over what is asked for, and must not be left waiting
+        for _ in itertools.chain(tensors, moments):
+            pass
+    return folder / _name(cut)
 
 
-def load(cut_folder: Path, *, expected_model: str | None = None) -> Loaded:
-    """Read a cut back. Raises CheckpointError when it is torn, altered or of another model than `expected_model`."""
-    _verify(cut_folder)
+def load(cut_folder: Path, mesh: Mesh | None = None, *, expected_model: str | None = None) -> Loaded:
+    """Read a cut back, on a mesh this rank's part of it.
+
+    Collective. Raises CheckpointError when it is torn, altered or of another model than `expected_model`.
+    """
+    team, fault = Team(mesh), ""
+    if team.first:  # one reader of whole files is enough
+        try:
+            _verify(cut_folder)
+        except CheckpointError as torn:
+            fault = str(torn)
+    if fault := team.words(fault)[0]:
+        raise CheckpointError(fault)
     cut = _decode(cut_folder / "state.json", Cut)
     if expected_model is not None and cut.model != expected_model:
         raise CheckpointError(
@@ -88,11 +91,10 @@ def load(cut_folder: Path, *, expected_model: str | None = None) -> Loaded:
             "resume with the recipe the run was started with"
         )
     try:
-        decoder = load_folder(cut_folder / "model")
-        moments = load_tensors((cut_folder / "optimizer.safetensors").read_bytes())
-    except (OSError, SafetensorError, ModelError) as fault:
-        raise CheckpointError(f"checkpoint {cut_folder} cannot be read: {fault}") from fault
-    return Loaded(cut, decoder, moments)
+        spread = load_spread(cut_folder / "model", mesh)
+        return Loaded(cut, spread, _moments(cut_folder, spread))
+    except (OSError, ModelError) as error:
+        raise CheckpointError(f"checkpoint {cut_folder} cannot be read: {error}") from error
 
 
 def cuts(folder: Path) -> list[Path]:
@@ -120,17 +122,67 @@ def is_whole(cut_folder: Path) -> bool:
     return True
 
 
-def _write(draft: Path, cut: Cut, decoder: Decoder, moments: Mapping[str, Tensor], companions: Path) -> None:
+def _name(cut: Cut) -> str:
+    return f"line-{cut.line}-step-{cut.step}"
+
+
+def _present(tensors: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
+    return ((name, whole) for name, whole in tensors if whole is not None)
+
+
+def _save(
+    folder: Path, cut: Cut, config: ModelConfig, tensors: Named, moments: Named, companions: Path, keep: int
+) -> None:
+    final, draft = folder / _name(cut), folder / f".writing-{_name(cut)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _sweep(folder)
+        if final.exists():
+            if is_whole(final):
+                return
+            _remove(final)
+        _write(draft, cut, config, tensors, moments, companions)
+        draft.rename(final)
+        _sync(folder)
+        for old in cuts(folder)[keep:]:
+            _remove(old)
+    except (OSError, SafetensorError, ModelError) as fault:
+        shutil.rmtree(draft, ignore_errors=True)  # what is left of a failed draft is swept by the next save
+        raise CheckpointError(
+            f"checkpoint {final} could not be written: {fault}; earlier ones are untouched, free some space and resume"
+        ) from fault
+
+
+def _write(draft: Path, cut: Cut, config: ModelConfig, tensors: Named, moments: Named, companions: Path) -> None:
     model = draft / "model"
     model.mkdir(parents=True)
-    save_folder(decoder, model)
+    write_folder(config, tensors, model)
     copy_companions(companions, model)
-    (draft / "optimizer.safetensors").write_bytes(save_tensors(dict(moments)))
+    write_shards(draft, "optimizer", moments)
     (draft / "state.json").write_bytes(msgspec.json.encode(cut))
     digests = {str(path.relative_to(draft)): _digest(path) for path in _files(draft)}
     (draft / "files.json").write_bytes(msgspec.json.encode(digests))
     for path in [*_files(draft), model, draft]:
         _sync(path)
+
+
+def _moments(cut_folder: Path, spread: Spread) -> dict[str, Tensor]:
+    """This rank's part of the optimizer's state."""
+    files = sorted(cut_folder.glob("optimizer*.safetensors"))
+    where = {label: file for file in files for label in tensor_names(file)}
+    found = {}
+    with TensorFiles(where) as opened:
+        for label in where:
+            name, _, key = label.rpartition(":")
+            if name not in spread.shapes:
+                raise CheckpointError(f"checkpoint {cut_folder}: optimizer state {label!r} does not fit its model")
+            if not spread.holds(name):
+                continue
+            if key == "step":
+                found[label] = opened.read([Part(label, ())], ())
+            else:
+                found[label] = spread.read(opened, name, [Part(label, spread.shapes[name])])
+    return found
 
 
 def _verify(cut_folder: Path) -> None:

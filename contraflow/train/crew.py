@@ -6,6 +6,7 @@ Takes a model spread over a mesh (or a whole one), gives its `Crew`. Does not kn
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from contraflow.model.decoder import Decoder
@@ -14,10 +15,12 @@ from contraflow.parallel.experts import links
 from contraflow.parallel.mesh import Mesh
 from contraflow.parallel.team import Team
 from contraflow.telemetry import Account
+from contraflow.train.batcher import pack
 from contraflow.train.forward import Fed, feed
 from contraflow.train.passes import Passes, PlainPasses
 from contraflow.train.staged import StagedPasses
-from contraflow.types import Batch
+from contraflow.types import Batch, Float32, Int32, Sample
+from contraflow.weights.probe import probe_logprobs
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Crew:
     team: Team
     passes: Passes
     context: Exchange | None = None
+    prober: StagedPasses | None = None  # where layers are on several ranks: the probe's forward pass, at temperature 1
 
     def feeds(self, batches: Sequence[Batch], device: torch.device) -> tuple[list[Batch], list[Fed]]:
         """This rank's share of the micro-batches that all ranks packed alike, and the same laid out for the decoder."""
@@ -35,13 +39,32 @@ class Crew:
             mine = [share(batch, context.size, context.place) for batch in mine]
         return mine, [feed(batch, device, context) for batch in mine]
 
+    def probe_logprobs(self, decoder: Decoder, prompts: Sequence[Int32]) -> tuple[Float32, ...]:
+        """See `weights.probe`; on every rank, whatever layers it holds."""
+        if self.prober is None:
+            return probe_logprobs(decoder, prompts)
+        (batch,) = pack([_asked(prompt) for prompt in prompts], tokens_per_batch=2**31, reduction="token")
+        (scored,) = self.prober.scored([feed(batch, next(decoder.parameters()).device)])
+        ends = np.cumsum([len(prompt) - 1 for prompt in prompts])
+        return tuple(np.split(scored.logprobs_N.cpu().numpy(), ends[:-1]))
+
 
 def open_crew(decoder: Decoder, mesh: Mesh | None, account: Account, *, temperature: float) -> Crew:
     """The crew of a decoder that is spread over `mesh`; of one rank for None. Collective."""
     if mesh is None:
         return Crew(Team(), PlainPasses(decoder, account, temperature=temperature))
     passes: Passes = PlainPasses(decoder, account, temperature=temperature)
+    prober = None
     if mesh.parallel.pp > 1:
         passes = StagedPasses(decoder, mesh, account, temperature=temperature)
+        prober = StagedPasses(decoder, mesh, account, temperature=1.0)
     context = links(mesh, mesh.cp).exchange(range(mesh.parallel.cp)) if mesh.parallel.cp > 1 else None
-    return Crew(Team(mesh), passes, context)
+    return Crew(Team(mesh), passes, context, prober)
+
+
+def _asked(prompt: Int32) -> Sample:
+    """A prompt all of whose tokens but the first are looked at."""
+    mask_L = np.arange(len(prompt)) > 0
+    nothing_L = np.zeros(len(prompt), np.float32)
+    versions_L = np.full(len(prompt), -1, np.int32)
+    return Sample(tokens=prompt, mask=mask_L, behaviour=nothing_L, advantages=nothing_L, versions=versions_L)

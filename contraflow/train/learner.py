@@ -1,6 +1,7 @@
 """One trainer rank without its wires: groups in, a published version out; cuts on demand.
 
-Takes the recipe's training sections and a `Place`; gives step reports, manifests and checkpoints. Everything here is
+Takes the recipe's training sections and a `Place`; gives step reports, manifests and checkpoints. Of several ranks each
+does the same with its part of the model, and rank 0 reports, publishes and saves for all. Everything here is
 synchronous and runs in one thread. Does not fetch groups or answer calls: that is worker.py.
 """
 
@@ -15,19 +16,21 @@ import torch
 
 from contraflow import config
 from contraflow.algo.drift import age_report
-from contraflow.model.decoder import Decoder
-from contraflow.model.folder import load_folder, read_config
+from contraflow.model.folder import read_config
 from contraflow.model.tokenizer import Tokenizer
+from contraflow.parallel.mesh import Mesh
+from contraflow.parallel.spread import Spread, load_spread
 from contraflow.telemetry import Account, Journal
 from contraflow.train import checkpoint
 from contraflow.train.batcher import samples
+from contraflow.train.crew import open_crew
 from contraflow.train.optimizer import Optimizer
 from contraflow.train.records import episode_records, write_aside
 from contraflow.train.report import StepReport
 from contraflow.train.step import Outcome, TrainStep
 from contraflow.types import Episode, Group, Manifest, Sample, Take, Version
 from contraflow.weights import open_carrier
-from contraflow.weights.probe import make_probe, probe_prompts
+from contraflow.weights.probe import as_probe, probe_prompts
 from contraflow.weights.publish import Publisher
 
 # The newest, its predecessor for roll-back, and two that a slow engine may still be fetching.
@@ -48,10 +51,20 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Learner:
-    """Invariant: `version n` is published from weights that contain exactly the steps below n of this line."""
+    """Invariant: `version n` is published from weights that contain exactly the steps below n of this line.
+
+    With a `mesh` every method is collective, but for `close`; all ranks raise alike where a step is refused.
+    """
 
     def __init__(
-        self, account: Account, *, train: config.Train, loss: config.Loss, weights: config.Weights, place: Place
+        self,
+        account: Account,
+        *,
+        train: config.Train,
+        loss: config.Loss,
+        weights: config.Weights,
+        place: Place,
+        mesh: Mesh | None = None,
     ) -> None:
         self.account = account
         self.steps = 0
@@ -59,28 +72,34 @@ class Learner:
         self._train, self._loss, self._weights, self._place = train, loss, weights, place
         self._run = Path(place.run_folder)
         self._tokenizer = Tokenizer.load(Path(place.model_folder))
-        self._decoder, self.optimizer = _open(place, train)
-        reference = load_folder(Path(place.model_folder)).requires_grad_(False) if loss.kl_weight > 0 else None
+        self._spread, self.optimizer = _open(place, train, mesh)
+        decoder = self._spread.decoder
+        decoder.recompute = train.parallel.recompute == "layer"
+        self._crew = open_crew(decoder, mesh, account, temperature=place.temperature)
+        reference = load_spread(Path(place.model_folder), mesh).decoder if loss.kl_weight > 0 else None
         self._step = TrainStep(
-            self._decoder,
+            decoder,
             self.optimizer,
             account,
             train=train,
             loss=loss,
             temperature=place.temperature,
-            reference=reference,
+            reference=None if reference is None else reference.requires_grad_(False),
+            crew=self._crew,
         )
         self._prompts = probe_prompts(
-            self._decoder.config.vocab,
+            decoder.config.vocab,
             prompts=weights.probe_prompts,
             tokens=weights.probe_tokens,
             seed=place.seed % 2**63,
         )
-        self._publisher = Publisher(open_carrier(weights, self._run), keep=KEPT_VERSIONS)
-        self._journal = Journal(self._run / "episodes.jsonl")
+        self._publisher = self._journal = None
+        if self._crew.team.first:
+            self._publisher = Publisher(open_carrier(weights, self._run), keep=KEPT_VERSIONS)
+            self._journal = Journal(self._run / "episodes.jsonl")
 
-    def learn(self, take: Take, groups: Sequence[Group]) -> StepReport:
-        """Train on the groups of a take and publish version `take.step + 1`.
+    def learn(self, take: Take, groups: Sequence[Group]) -> StepReport | None:
+        """Train on the groups of a take and publish version `take.step + 1`; the report of it on rank 0.
 
         A step that could not be applied publishes the weights of before. Raises TrainingError when `groups` are not
         those of the take or a bad batch cannot be written aside, CarrierError or BlobError when publishing fails.
@@ -89,12 +108,16 @@ class Learner:
         with self.account.charge("batch"):
             by_group = samples(groups, take.groups, advantages=self._loss.advantages)
             outcome = self._step.run(by_group, step=take.step, seed=self._place.seed)
-        with self.account.charge("record"):
-            bad_batch = self._set_aside(take.step, outcome) if outcome.fault else ""
-            self._record(groups, take.step)
+        bad_batch = ""
+        if self._journal is not None:
+            with self.account.charge("record"):
+                bad_batch = self._set_aside(take.step, outcome) if outcome.fault else ""
+                self._record(self._journal, groups, take.step)
         manifest = self.publish(take.step + 1)
         self.steps += 1
         self.refused += bool(outcome.fault)
+        if manifest is None:
+            return None
         after = self.account.seconds()
         return _report(
             take.step,
@@ -106,14 +129,19 @@ class Learner:
             seconds={cause: after[cause] - before.get(cause, 0.0) for cause in after},
         )
 
-    def publish(self, n: int) -> Manifest:
-        """Publish the weights as they are, as version `n` of this line."""
+    def publish(self, n: int) -> Manifest | None:
+        """Publish the weights as they are, as version `n` of this line; its manifest on rank 0."""
         with self.account.charge("publish"):
+            logprobs = self._crew.probe_logprobs(self._spread.decoder, self._prompts)
+            probe = as_probe(self._prompts, logprobs, self._weights.probe_tolerance)
+            tensors = {name: whole for name, whole in self._spread.tensors() if whole is not None}
+            if self._publisher is None:
+                return None
             return self._publisher.publish(
-                self._decoder.state_dict(),
+                tensors,
                 version=Version(self._place.line, n),
-                model=self._decoder.config.digest(),
-                probe=make_probe(self._decoder, self._prompts, self._weights.probe_tolerance),
+                model=self._spread.config.digest(),
+                probe=probe,
                 chunk_bytes=self._weights.chunk_bytes,
             )
 
@@ -124,51 +152,53 @@ class Learner:
             step=step,
             updates=self.optimizer.updates,
             seed=self._place.seed,
-            model=self._decoder.config.digest(),
+            model=self._spread.config.digest(),
             recipe=recipe_digest(self._train, self._loss, self._place.temperature),
         )
         with self.account.charge("save"):
             return checkpoint.save(
                 self._run / "checkpoints",
                 cut,
-                decoder=self._decoder,
-                moments=self.optimizer.moments(),
+                spread=self._spread,
+                optimizer=self.optimizer,
                 companions=Path(self._place.model_folder),
                 keep=self._train.keep_checkpoints,
             )
 
     def close(self) -> None:
         """Remove the published versions and close the journal."""
-        self._journal.close()
-        self._publisher.close()
+        if self._journal is not None:
+            self._journal.close()
+        if self._publisher is not None:
+            self._publisher.close()
 
     def _set_aside(self, step: int, outcome: Outcome) -> str:
         path = self._run / "bad_batches" / f"line-{self._place.line}-step-{step}.npz"
         write_aside(path, outcome.bad, outcome.fault)
         return str(path)
 
-    def _record(self, groups: Sequence[Group], step: int) -> None:
+    def _record(self, journal: Journal, groups: Sequence[Group], step: int) -> None:
         keep, kind = self._place.keep_episodes, self._loss.advantages
         for record in episode_records(groups, self._tokenizer, step=step, keep=keep, advantages=kind):
-            self._journal.write(record)
+            journal.write(record)
 
 
 def recipe_digest(train: config.Train, loss: config.Loss, temperature: float) -> str:
-    """Of the settings that decide the training arithmetic; how often to save is not one of them."""
-    incidental = {"checkpoint_every", "keep_checkpoints", "step_deadline_s"}
+    """Of the settings that decide the training arithmetic; how often to save, and on how many ranks, are not."""
+    incidental = {"checkpoint_every", "keep_checkpoints", "step_deadline_s", "parallel"}
     text = f"{train.model_dump_json(exclude=incidental)}{loss.model_dump_json()}{temperature!r}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _open(place: Place, train: config.Train) -> tuple[Decoder, Optimizer]:
+def _open(place: Place, train: config.Train, mesh: Mesh | None) -> tuple[Spread, Optimizer]:
     folder = Path(place.model_folder)
     if place.resume is None:
-        decoder = load_folder(folder)
-        return decoder, Optimizer(decoder, train)
-    loaded = checkpoint.load(Path(place.resume), expected_model=read_config(folder).digest())
-    optimizer = Optimizer(loaded.decoder, train)
+        spread = load_spread(folder, mesh)
+        return spread, Optimizer(spread.decoder, train, spread)
+    loaded = checkpoint.load(Path(place.resume), mesh, expected_model=read_config(folder).digest())
+    optimizer = Optimizer(loaded.spread.decoder, train, loaded.spread)
     optimizer.load(loaded.moments, loaded.cut.updates)
-    return loaded.decoder, optimizer
+    return loaded.spread, optimizer
 
 
 def _report(

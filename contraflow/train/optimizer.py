@@ -4,7 +4,7 @@ Takes a module whose gradients are filled, gives moved parameters; hands its mom
 checkpoint, and takes them back. Does not compute gradients or decide when to move.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -118,8 +118,22 @@ class Optimizer:
             for key, value in self._adamw.state.get(parameter, {}).items()
         }
 
+    def whole_moments(self) -> Iterator[tuple[str, Tensor | None]]:
+        """The same for the whole model, on rank 0; None elsewhere. Collective: every rank goes through to the end."""
+        mine, spread = self.moments(), self._spread
+        if spread is None or spread.mesh is None:
+            yield from mine.items()
+        elif self.updates:
+            for name in spread.shapes:
+                yield f"{name}:step", torch.tensor(float(self.updates)) if spread.mesh.first else None
+                for key in ("exp_avg", "exp_avg_sq"):
+                    yield f"{name}:{key}", spread.gather(name, mine.get(f"{name}:{key}"))
+
     def load(self, moments: Mapping[str, Tensor], updates: int) -> None:
-        """Go on from saved moments (copied). Raises CheckpointError on a name or shape that is not this model's."""
+        """Go on from saved moments of what this rank holds (copied).
+
+        Raises CheckpointError on a name or shape that is not this model's.
+        """
         states: dict[Tensor, dict[str, Tensor]] = {}
         for label, value in moments.items():
             name, _, key = label.rpartition(":")

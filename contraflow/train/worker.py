@@ -5,13 +5,21 @@ Does not compute: that is learner.py.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
 
 from contraflow import config
 from contraflow.buffer.service import Buffer
-from contraflow.errors import ConfigError
+from contraflow.dispatch.exchange import agree
+from contraflow.errors import ConfigError, DispatchError
+from contraflow.model.folder import read_config
+from contraflow.parallel.experts import links
+from contraflow.parallel.mesh import Mesh, open_mesh
 from contraflow.runtime.base import Address, Host, Ref, Rendezvous
 from contraflow.telemetry import Account
 from contraflow.train.learner import Learner, Place
@@ -24,22 +32,36 @@ T = TypeVar("T")
 
 
 class Trainer:
-    """One rank. Invariant: at most one of step, publish and save runs at a time, and only it touches the learner.
+    """One rank; of several, all get the same calls in the same order, and rank 0 answers for all.
+
+    Invariant: at most one of step, publish and save runs at a time, and only it touches the learner.
 
     With `place.threaded` the work runs in one thread of its own, and `report` answers meanwhile. Without, it holds the
     event loop: an inline run then interleaves the same way every time, and is bit-equal from its seed.
     """
 
-    def __init__(self, learner: Learner, buffer: Ref[Buffer], *, threaded: bool, fetch_deadline_s: float) -> None:
+    def __init__(
+        self,
+        learner: Learner,
+        buffer: Ref[Buffer],
+        *,
+        threaded: bool,
+        fetch_deadline_s: float,
+        leave: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`leave` is called last, when the worker closes."""
         self._learner = learner
         self._buffer = buffer
         self._fetch_deadline_s = fetch_deadline_s
+        self._leave = leave
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learn") if threaded else None
         learner.account.switch("wait")
 
-    async def step(self, take: Take) -> StepReport:
-        """Train on the groups of `take` and publish version `take.step + 1`. See `StepReport` for bad batches.
+    async def step(self, take: Take) -> StepReport | None:
+        """Train on the groups of `take` and publish version `take.step + 1`; the report of it on rank 0.
+
+        See `StepReport` for bad batches.
 
         Raises what buffer, carrier or a full disk raised. The weights may have moved by then: resume from a cut.
         """
@@ -47,8 +69,8 @@ class Trainer:
             groups = await self._fetch(take)
             return await self._work(lambda: self._learner.learn(take, groups))
 
-    async def publish(self, n: int) -> Manifest:
-        """Publish the weights as they are, as version `n`: what engines start from."""
+    async def publish(self, n: int) -> Manifest | None:
+        """Publish the weights as they are, as version `n`: what engines start from. Its manifest on rank 0."""
         async with self._turn:
             return await self._work(lambda: self._learner.publish(n))
 
@@ -74,6 +96,7 @@ class Trainer:
             await self._work(self._learner.close)
             if self._thread is not None:
                 self._thread.shutdown()
+            self._leave()
 
     async def _fetch(self, take: Take) -> list[Group]:
         if not take.groups:
@@ -97,12 +120,43 @@ def make_trainer(
     place: Place,
     buffer: Address,
 ) -> Trainer:
-    """A trainer of one rank, its model loaded (from `place.resume`, if given) and its carrier claimed.
+    """One rank of a trainer, its part of the model loaded (from `place.resume`, if given).
 
+    Collective when there are several: they join, and compare what they were told. Rank 0 claims the carrier.
     Raises ConfigError, ModelError, CheckpointError, CarrierError.
     """
-    if rendezvous.world != 1:
-        raise ConfigError(f"a trainer of {rendezvous.world} ranks was asked for; this one trains on a single rank")
-    account = Account(host.clock)
-    learner = Learner(account, train=train, loss=loss, weights=weights, place=place)
-    return Trainer(learner, host.connect(buffer), threaded=place.threaded, fetch_deadline_s=train.step_deadline_s)
+    parallel = train.parallel
+    if rendezvous.world != parallel.ranks:
+        raise ConfigError(f"a trainer of {rendezvous.world} ranks was started, but {parallel!r} wants {parallel.ranks}")
+    account, meeting = Account(host.clock), ExitStack()
+    try:
+        mesh = None
+        if rendezvous.world > 1:
+            joined = open_mesh(parallel, rank=rendezvous.rank, init_method=rendezvous.init_method)
+            mesh = meeting.enter_context(joined)
+            _agree(mesh, {"train": train, "loss": loss, "weights": weights}, place)
+        learner = Learner(account, train=train, loss=loss, weights=weights, place=place, mesh=mesh)
+    except BaseException:
+        meeting.close()
+        raise
+    return Trainer(
+        learner,
+        host.connect(buffer),
+        threaded=place.threaded,
+        fetch_deadline_s=train.step_deadline_s,
+        leave=meeting.close,
+    )
+
+
+def _agree(mesh: Mesh, sections: Mapping[str, config.Section], place: Place) -> None:
+    """Raise ConfigError, showing both values, unless all ranks were told the same and start from the same model."""
+    told: dict[str, Any] = {
+        f"{name}.{key}": value
+        for name, section in sections.items()
+        for key, value in section.model_dump(mode="json").items()
+    }
+    told |= msgspec.structs.asdict(place) | {"model": read_config(Path(place.model_folder)).digest()}
+    try:
+        agree(links(mesh, mesh.world), told)
+    except DispatchError as fault:
+        raise ConfigError(str(fault)) from None

@@ -33,7 +33,11 @@ def make_probe(decoder: Decoder, prompts: Sequence[Int32], tolerance: float) -> 
 
     Raises: CarrierError if a log-probability is not finite: such weights must not be published.
     """
-    logprobs = probe_logprobs(decoder, prompts)
+    return as_probe(prompts, probe_logprobs(decoder, prompts), tolerance)
+
+
+def as_probe(prompts: Sequence[Int32], logprobs: tuple[Float32, ...], tolerance: float) -> Probe:
+    """A probe of log-probabilities shaped as those of `probe_logprobs`. Raises: CarrierError as `make_probe`."""
     for row, values in enumerate(logprobs):
         if not np.isfinite(values).all():
             raise CarrierError(f"the model itself gives log-probabilities that are not finite, in probe prompt {row}")

@@ -10,6 +10,7 @@ from contraflow.errors import CheckpointError
 from contraflow.model.decoder import new_decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.folder import load_folder
+from contraflow.parallel.spread import Spread
 from contraflow.train.checkpoint import Cut, cut_step, cuts, is_whole, latest, load, save
 from contraflow.train.optimizer import Optimizer
 
@@ -39,7 +40,7 @@ def place(tmp_path, model_folder):
         while optimizer.updates < step:
             push(decoder, optimizer, optimizer.updates)
         at = cut(decoder, step, line=line, updates=optimizer.updates)
-        return save(folder, at, decoder=decoder, moments=optimizer.moments(), companions=model_folder, keep=keep)
+        return save(folder, at, spread=Spread(decoder), optimizer=optimizer, companions=model_folder, keep=keep)
 
     return folder, write, decoder, optimizer
 
@@ -52,7 +53,7 @@ def test_what_is_loaded_goes_on_bit_for_bit(place):
     _, write, decoder, optimizer = place
     loaded = load(write(4))
     assert (loaded.cut.step, loaded.cut.updates, loaded.cut.seed) == (4, 4, 7)
-    twin, resumed = loaded.decoder, Optimizer(loaded.decoder, TRAIN)
+    twin, resumed = loaded.spread.decoder, Optimizer(loaded.spread.decoder, TRAIN)
     assert same(decoder, twin)
     resumed.load(loaded.moments, loaded.cut.updates)
     for seed in range(100, 104):  # past the warm-up
@@ -65,7 +66,7 @@ def test_a_cut_before_the_first_update_can_be_loaded_too(place):
     _, write, decoder, _ = place
     loaded = load(write(0))
     assert (loaded.moments, loaded.cut.updates) == ({}, 0)
-    assert same(decoder, loaded.decoder)
+    assert same(decoder, loaded.spread.decoder)
 
 
 def test_transformers_loads_the_model_and_its_tokenizer_from_a_cut(place, model_folder):
@@ -221,8 +222,8 @@ def test_a_folder_that_cannot_be_made_is_a_checkpoint_error(place, tmp_path):
         save(
             tmp_path / "file" / "checkpoints",
             cut(decoder, 1),
-            decoder=decoder,
-            moments=optimizer.moments(),
+            spread=Spread(decoder),
+            optimizer=optimizer,
             companions=tmp_path,
             keep=1,
         )
