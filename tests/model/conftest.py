@@ -24,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "olmoe": EXPERTS | {"clip_qkv": 0.8},
     "mixtral": EXPERTS | {"renormalise": True},
     "deepseek_v3": EXPERTS
-    | {"kv_heads": 4, "head_dim": 20, "latent": Latent(q_rank=24, kv_rank=12, nope_dim=12, rope_dim=8, value_dim=16)}
+    | {"kv_heads": 4, "head_dim": 24, "latent": Latent(q_rank=24, kv_rank=12, nope_dim=16, rope_dim=8, value_dim=12)}
     | {"ffn": 48, "dense_layers": (0,), "layers": 3, "groups": 3, "top_groups": 2, "shared_experts": 1}
     | {"renormalise": True, "routed_scale": 2.5},
     "glm4_moe": EXPERTS

@@ -210,7 +210,7 @@ def test_what_came_later_is_in_the_digest_where_it_is_used(make_config: Callable
         ("gpt_oss", {"window_layers": (1,)}),
         ("gpt_oss", {"swiglu_limit": 7.0}),
         ("deepseek_v3", {"rope_scaling": Yarn(factor=2.0, original_context=32)}),
-        ("deepseek_v3", {"latent": Latent(q_rank=16, kv_rank=12, nope_dim=12, rope_dim=8, value_dim=16)}),
+        ("deepseek_v3", {"latent": Latent(q_rank=16, kv_rank=12, nope_dim=16, rope_dim=8, value_dim=12)}),
     ]
     for family, change in changed:
         config = make_config(family)
@@ -235,7 +235,7 @@ def spoilt(family: str, make_config: Callable[..., ModelConfig], keys: dict[str,
         ("deepseek_v3", {"kv_lora_rank": 0}, "latent kv_rank = 0 must be at least 1"),
         ("deepseek_v3", {"q_lora_rank": "24"}, "'q_lora_rank' = '24' must be an integer"),
         ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True}, "attention_bias without a q_rank"),
-        ("deepseek_v3", {"v_head_dim": 24}, "value_dim = 24 must be at most head_dim = 20"),
+        ("deepseek_v3", {"v_head_dim": 32}, "value_dim = 32 must be at most head_dim = 24"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "kv_heads = 2 must be heads = 4"),
         ("deepseek_v3", {"qk_rope_head_dim": 7}, "must be even"),
         ("deepseek_v3", {"n_group": 4}, "groups = 4 must divide 6 experts"),

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from contraflow.dispatch.local import LocalDispatch
 from contraflow.dispatch.reference import ReferenceDispatch
-from contraflow.model.attention import PackedPlan, PagedPlan
+from contraflow.model.attention import PackedPlan, PagedPlan, attend
 from contraflow.model.cache import KVCache
 from contraflow.model.decoder import Decoder
 from contraflow.model.kinds import FAMILIES
 from contraflow.model.router import RouterTape
+from contraflow.model.sinks import Sight
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")]
 STARTS = [0, 3, 4, 90, 101, 230]
@@ -64,6 +65,23 @@ def test_flash_attention_in_half_precision_is_close_and_reaches_every_weight(
         if weight.requires_grad:
             assert weight.grad is not None, name
             assert weight.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 128])
+def test_flash_attention_with_sinks_equals_the_plain_form_in_value_and_gradient(window: int | None) -> None:
+    noise = torch.Generator().manual_seed(0)
+    tokens, plan = STARTS[-1], PackedPlan.of(STARTS, "cuda")
+    drawn = [torch.randn(tokens, heads, 64, generator=noise) for heads in (16, 2, 2)]
+    halves = [x.bfloat16().cuda().requires_grad_() for x in (*drawn, torch.randn(16, generator=noise) * 2)]
+    pull = torch.randn(tokens, 16, 64, generator=noise).bfloat16().cuda()
+    wholes = [x.detach().float().requires_grad_() for x in halves]
+    out, wanted = (attend(q, k, v, plan, Sight(sinks, window)) for q, k, v, sinks in (halves, wholes))
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), wanted, rtol=0, atol=0.03)
+    grads = torch.autograd.grad(out, halves, pull)
+    for name, grad, right in zip("qkvs", grads, torch.autograd.grad(wanted, wholes, pull.float()), strict=True):
+        distance = (grad.float() - right).norm() / right.norm()
+        assert distance < 0.01, (name, distance)
 
 
 def test_forward_and_backward_are_bit_equal_from_run_to_run(make_decoder: Callable[..., Decoder]) -> None:

@@ -1,6 +1,7 @@
 """The native engine on a GPU: the same function, and a decode pass that a CUDA graph can hold."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from contraflow.config import Engine as EngineSection
 from contraflow.model.attention import PackedPlan
 from contraflow.model.decoder import Decoder, new_decoder
 from contraflow.model.families import ModelConfig
+from contraflow.model.kinds import Latent
 from contraflow.model.router import RouterTape
 from contraflow.rollout.core import EngineCore
 from contraflow.rollout.sampling import invert_cdf
@@ -33,10 +35,21 @@ CONFIG = ModelConfig(
     context=512,
 )
 
+SIGMOID: dict[str, Any] = {"dense_layers": (0,), "ffn": 64, "shared_experts": 1, "groups": 4, "top_groups": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {},
+    "deepseek_v3": SIGMOID
+    | {"kv_heads": 4, "head_dim": 24}
+    | {"latent": Latent(q_rank=16, kv_rank=16, nope_dim=16, rope_dim=8, value_dim=16)},
+    "glm4_moe": SIGMOID | {"rotary_dim": 8},
+    "gpt_oss": {"window": 5, "window_layers": (0, 2), "swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+}
 
-def core_of(*, dtype: torch.dtype = torch.float32, seed: int = 1, **keys: Any) -> EngineCore:
-    decoder = Decoder(CONFIG, dtype=dtype, device="cuda")
-    decoder.load_state_dict(new_decoder(CONFIG, seed=seed, std=0.2).state_dict())
+
+def core_of(*, dtype: torch.dtype = torch.float32, seed: int = 1, family: str = "qwen3_moe", **keys: Any) -> EngineCore:
+    config = replace(CONFIG, family=family, **FAMILIES[family])
+    decoder = Decoder(config, dtype=dtype, device="cuda")
+    decoder.load_state_dict(new_decoder(config, seed=seed, std=0.2).state_dict())
     section = EngineSection(**{"block_tokens": 4, "kv_tokens": 4096, "routes": True, **keys})
     return EngineCore(decoder, section, clock=time.perf_counter, version=Version(1, 1))
 
@@ -82,8 +95,9 @@ def packed(core: EngineCore, request: Request, answer: Completion) -> tuple[np.n
 @pytest.mark.parametrize(
     "keys", [{}, {"kv_tokens": 72, "prefill_tokens": 5, "max_sequences": 16}], ids=["roomy", "tight"]
 )
-def test_fp32_logprobs_and_experts_equal_those_of_a_packed_forward(keys: dict[str, Any]) -> None:
-    core = core_of(**keys)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp32_logprobs_and_experts_equal_those_of_a_packed_forward(family: str, keys: dict[str, Any]) -> None:
+    core = core_of(family=family, **keys)
     requests = submit(core, 24)
     answers = run(core)
     assert (core.report().preempted > 0) == bool(keys)
@@ -93,8 +107,9 @@ def test_fp32_logprobs_and_experts_equal_those_of_a_packed_forward(keys: dict[st
         np.testing.assert_array_equal(answers[index].routes, routes)
 
 
-def test_bf16_logprobs_are_close_to_those_of_a_packed_forward() -> None:
-    core = core_of(dtype=torch.bfloat16)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_logprobs_are_close_to_those_of_a_packed_forward(family: str) -> None:
+    core = core_of(dtype=torch.bfloat16, family=family)
     requests = submit(core, 24)
     answers = run(core)
     gaps = [np.abs(answers[i].logprobs - packed(core, r, answers[i])[0]) for i, r in enumerate(requests)]
@@ -114,8 +129,9 @@ def test_a_swap_converts_proves_and_serves() -> None:
     assert all(answer.spans[0].version == Version(1, 2) for answer in run(core).values())
 
 
-def test_a_decode_pass_reads_nothing_back_and_replays_from_a_graph() -> None:
-    core = core_of(dtype=torch.bfloat16)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_decode_pass_reads_nothing_back_and_replays_from_a_graph(family: str) -> None:
+    core = core_of(dtype=torch.bfloat16, family=family)
     submit(core, 8, new=60)
     for _ in range(6):
         core.step()
