@@ -48,7 +48,7 @@ def sink_attention(q_BHQd: Tensor, k_BGLd: Tensor, v_BGLd: Tensor, mask_B1QL: Te
     k = torch.cat((F.pad(k_BGLd, (0, share)), sink_key.expand(batch, -1, -1, -1)), 2)
     mask = F.pad(mask_B1QL, (0, 1)).repeat(1, 1, share, 1)
     o = F.scaled_dot_product_attention(q, k, F.pad(v_BGLd, (0, 0, 0, 1)), attn_mask=mask, scale=d**-0.5)
-    return o.view(batch, heads, queries, d)
+    return o.reshape(batch, heads, queries, d)
 
 
 def flash_with_sinks(

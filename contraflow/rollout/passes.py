@@ -50,11 +50,10 @@ class Passes:
         self.decoder = decoder
         config, self.device = decoder.config, next(decoder.parameters()).device
         attention = decoder.layers[0].attention
-        assert isinstance(attention, Attention)
-        # A tensor-parallel rank has its share of the heads, and caches those.
-        held = dataclasses.replace(config, heads=attention.heads, kv_heads=attention.kv_heads)
+        if isinstance(attention, Attention):  # a tensor-parallel rank has its share of the heads, and caches those
+            config = dataclasses.replace(config, heads=attention.heads, kv_heads=attention.kv_heads)
         self.cache = KVCache(
-            held,
+            config,
             blocks=blocks + 1,
             block_tokens=section.block_tokens,
             dtype=decoder.compute_dtype,
