@@ -5,7 +5,7 @@ pages are copied to a row once, when it joins, and back when it leaves; in betwe
 copies nothing. Knows rows and pages, not requests.
 
 Shape letters: N layers, R rows, B rows in use, G key/value heads, H query heads, d head dimension, C positions of a
-row, L positions in use, J rows that join, P pages of the longest of them, X pages that go back, BS tokens of a page.
+row, J rows that join, P pages of the longest of them, X pages that go back, BS tokens of a page.
 """
 
 from collections.abc import Sequence
@@ -20,33 +20,64 @@ from contraflow.model.sinks import Sight, hidden, sink_softmax
 class RowCache:
     """`store` `[N, 2, R, G, C, d]` beside a `KVCache` of the same model: keys, then values, of the decoding rows.
 
+    C follows the longest row, page by page: a row that ends where the next begins is read as one stream. With room for
+    the whole context behind each row, attention over 64 rows of 79 positions takes twice as long, and with room for 4.
+
     Invariant: row r holds the K/V of the sequence in decode row r, for its first `length - 1` positions; what it added
-    since it joined is in no page before `spill`. Storage never moves.
+    since it joined is in no page before `spill`. What lies behind is finite, or was computed from that same sequence.
     """
 
     def __init__(self, cache: KVCache, rows: int, context_tokens: int) -> None:
         """The last block of `cache` is scratch: what is written there is never read."""
-        layers, _, _, kv_heads, self._page_tokens, head_dim = cache.pool.shape
+        layers, _, _, self.kv_heads, self._page_tokens, head_dim = cache.pool.shape
         positions = -(-context_tokens // self._page_tokens) * self._page_tokens
         self._pages, self._scratch = cache.pool, cache.blocks - 1
-        self.store = torch.zeros((layers, 2, rows, kv_heads, positions, head_dim), dtype=cache.pool.dtype)
+        # A layer's part of it begins where it does for any C, so that C changes within a layer.
+        self._memory = torch.zeros((layers, 2 * rows * self.kv_heads * positions * head_dim), dtype=cache.pool.dtype)
+        self._shape = (2, rows, self.kv_heads, -1, head_dim)
+        # Of a hidden position's score. Finite, so that a padding row, which may see nothing, gives numbers.
+        self.lowest = torch.tensor(torch.finfo(cache.pool.dtype).min / 2, dtype=cache.pool.dtype)
+        homes = torch.arange(2 * rows * self.kv_heads).view(2, rows, self.kv_heads).transpose(0, 1)
+        self._homes_R2G = homes.reshape(rows, -1).contiguous()  # heads of keys and of values, as they lie in a layer
+        self._lay(self._page_tokens)
+
+    def _lay(self, positions: int) -> None:
+        """Let C be `positions` from now on; what the rows hold is not moved."""
+        _, rows, kv_heads, _, head_dim = self._shape
+        self.positions = positions
+        self.store = self._memory[:, : 2 * rows * kv_heads * positions * head_dim].unflatten(
+            1, (*self._shape[:3], positions, head_dim)
+        )
         # Of each layer: keys and values `[R * G, C, d]`, and both as places `[2 * R * G * C, d]`.
         self.layers = [(*layer.flatten(1, 2).unbind(), layer.flatten(0, 3)) for layer in self.store]
-        self.kv_heads = kv_heads
         self.positions_C = torch.arange(positions)
-        homes = torch.arange(2 * rows * kv_heads).view(2, rows, kv_heads).transpose(0, 1)
-        self.homes_R2G = (
-            homes.reshape(rows, -1).contiguous() * positions
-        )  # first place of each row's keys and values, head by head
+        self.homes_R2G = self._homes_R2G * positions  # first place of each row's keys and values, head by head
+
+    def fit(self, rows: int, longest: int) -> None:
+        """Make C fit rows of `longest` positions, a whole number of pages, keeping what the first `rows` rows hold.
+
+        Shrinks only by a quarter and more, so that a row on the edge of a page does not move all others to and fro.
+        """
+        if longest <= self.positions and longest * 4 > self.positions * 3:
+            return
+        old, kept = self.store, min(longest, self.positions)
+        self._lay(longest)
+        for before, after in zip(old, self.store, strict=True):
+            held = before[:, :rows, :, :kept].clone()  # before and after overlap
+            after[:, :rows, :, :kept] = held
+            after[:, :rows, :, kept:] = 0
 
     def fill(self, first: int, tables: Sequence[Sequence[int]]) -> None:
-        """Copy J sequences, given by their pages, into rows `first`, `first + 1`, ..."""
+        """Copy J sequences, given by their pages, into rows `first`, `first + 1`, ...; rows before that are in use."""
         pages_JP = self._table(tables)
         (joining, longest), (layers, _, _, kv_heads, _, d) = pages_JP.shape, self.store.shape
+        tokens = longest * self._page_tokens
+        self.fit(first, max(tokens, self.positions) if first else tokens)
         pages = self._pages.index_select(1, pages_JP.view(-1))
         pages = pages.view(layers, joining, longest, 2, kv_heads, self._page_tokens, d).permute(0, 3, 1, 4, 2, 5, 6)
-        rows = self.store[:, :, first : first + joining, :, : longest * self._page_tokens]
-        rows.unflatten(4, (longest, self._page_tokens)).copy_(pages)
+        rows = self.store[:, :, first : first + joining]
+        rows[..., :tokens, :].unflatten(4, (longest, self._page_tokens)).copy_(pages)
+        rows[..., tokens:, :] = 0
 
     def spill(self, rows_X: Sequence[int], pages_X: Sequence[int], blocks_X: Sequence[int]) -> None:
         """Copy each given page (counted within its row) to the block of the cache that is to hold it."""
@@ -70,18 +101,16 @@ class RowPlan:
     """One new token of each of the first B rows against what the rows hold; attending also writes its K/V.
 
     `positions_B` int64 where each token stands, `lengths_B` int64 its context with itself (0 for a padding row), and
-    `longest` an upper bound of it on the host, in whole pages.
+    `longest` an upper bound of it on the host, in whole pages: the cache is made to fit it.
     """
 
     def __init__(self, cache: RowCache, positions_B: Tensor, lengths_B: Tensor, longest: int) -> None:
         rows, kv_heads = len(positions_B), cache.kv_heads
-        self._cache, self._longest, self._rows = cache, longest, rows * kv_heads
+        cache.fit(rows, longest)
+        self._cache, self._rows = cache, rows * kv_heads
         self._places = (cache.homes_R2G[:rows] + positions_B[:, None]).view(-1)
-        hidden_BL = cache.positions_C[:longest] >= lengths_B[:, None]
-        # Finite, so that a padding row, which may see nothing, gives numbers.
-        lowest = torch.finfo(cache.store.dtype).min / 2
-        mask_BL = torch.zeros(hidden_BL.shape, dtype=cache.store.dtype).masked_fill_(hidden_BL, lowest)
-        self._mask_X1L = mask_BL[:, None].expand(-1, kv_heads, -1).reshape(self._rows, 1, longest)
+        mask_BC = (cache.positions_C >= lengths_B[:, None]) * cache.lowest
+        self._mask_X1C = mask_BC[:, None].expand(-1, kv_heads, -1).reshape(self._rows, 1, -1)
         self._last_B1 = lengths_B[:, None] - 1
         self._windowed: dict[int, Tensor] = {}  # masks of other windows, made when first asked for
 
@@ -91,22 +120,21 @@ class RowPlan:
 
     def attend(self, q_BHd: Tensor, keys: Tensor, values: Tensor, sight: Sight | None) -> Tensor:
         """Attention of each row's query heads, as two batched matmuls over the row's own K/V."""
-        keys_XLd, values_XLd = keys[: self._rows, : self._longest], values[: self._rows, : self._longest]
+        keys_XCd, values_XCd = keys[: self._rows], values[: self._rows]
         d = q_BHd.shape[-1]
         q_Xsd = q_BHd.reshape(self._rows, -1, d)
-        mask_X1L = self._mask_X1L if sight is None or sight.window is None else self._mask(sight.window)
-        scores_XsL = torch.baddbmm(mask_X1L, q_Xsd, keys_XLd.transpose(1, 2), alpha=d**-0.5)
+        mask_X1C = self._mask_X1C if sight is None or sight.window is None else self._mask(sight.window)
+        scores_XsC = torch.baddbmm(mask_X1C, q_Xsd, keys_XCd.transpose(1, 2), alpha=d**-0.5)
         if sight is None:
-            return torch.bmm(scores_XsL.softmax(-1), values_XLd).view(q_BHd.shape)
+            return torch.bmm(scores_XsC.softmax(-1), values_XCd).view(q_BHd.shape)
         sinks_Xs = sight.sinks_H.view(1, -1, q_Xsd.shape[1]).expand(len(q_BHd), -1, -1).flatten(0, 1)
-        return torch.bmm(sink_softmax(scores_XsL, sinks_Xs), values_XLd).view(q_BHd.shape)
+        return torch.bmm(sink_softmax(scores_XsC, sinks_Xs), values_XCd).view(q_BHd.shape)
 
     def _mask(self, window: int) -> Tensor:
         if window not in self._windowed:
-            unseen_BL = hidden(self._last_B1, self._cache.positions_C[: self._longest], window)
-            unseen_X1L = unseen_BL.repeat_interleave(self._cache.kv_heads, 0).unsqueeze(1)
-            lowest = torch.finfo(self._mask_X1L.dtype).min / 2
-            self._windowed[window] = self._mask_X1L.masked_fill(unseen_X1L, lowest)
+            unseen_BC = hidden(self._last_B1, self._cache.positions_C, window)
+            unseen_X1C = unseen_BC.repeat_interleave(self._cache.kv_heads, 0).unsqueeze(1)
+            self._windowed[window] = self._mask_X1C.masked_fill(unseen_X1C, self._cache.lowest)
         return self._windowed[window]
 
     def write(self, places: Tensor, k_BGd: Tensor, v_BGd: Tensor) -> None:

@@ -107,3 +107,24 @@ def test_rows_can_move_and_still_give_their_pages_back(lengths: list[int], moves
     rows.spill(*zip(*back, strict=True))
     blocks = sorted({block for _, _, block in back})
     assert torch.equal(pages.pool[:, blocks], before[:, blocks])
+
+
+def test_rows_keep_what_they_hold_when_the_longest_of_them_changes_and_hold_zeros_behind_it() -> None:
+    pages, rows = caches(2, 3)
+    held = tables([6, 18])
+    rows.fill(0, held[:1])
+    assert rows.positions == 8
+    first = rows.store[:, :, 0].clone()
+    rows.store[:, :, 1:] = torch.nan  # whoever had these rows before
+    rows.fill(1, held[1:])
+    assert rows.positions == 20
+    assert torch.equal(rows.store[:, :, 0, :, :8], first)
+    assert not rows.store[:, :, 0, :, 8:].any()
+    rows.fit(1, 16)
+    assert rows.positions == 20
+    rows.fit(1, 12)
+    assert rows.positions == 12
+    assert torch.equal(rows.store[:, :, 0, :, :8], first)
+    rows.fill(1, held[:1])
+    assert torch.equal(rows.store[:, :, 1, :, :8], first)
+    assert not rows.store[:, :, 1, :, 8:].any()
