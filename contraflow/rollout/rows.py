@@ -19,6 +19,7 @@ from contraflow.types import Bool, Float32, Int32, Int64, StopReason
 TOKEN, POSITION, LENGTH, SLOT, PLACE, KEY, END, HELD = range(8)
 # Rows of `reals`.
 SCALE, GREEDY, NOISE = range(3)
+AHEAD = 16  # steps whose noise is hashed together: the dozen numpy calls cost the same for one
 
 
 class DecodeRows:
@@ -40,6 +41,7 @@ class DecodeRows:
         self.numbers = torch.zeros((8, rows), dtype=torch.int64, pin_memory=pinned)
         self.tables = torch.full((rows, width), scratch, dtype=torch.int64, pin_memory=pinned)
         self.reals = torch.ones((3, rows), dtype=torch.float32, pin_memory=pinned)
+        self.reals[NOISE] = 0
         self.sequences: list[Sequence] = []
         self._numbers: Int64 = self.numbers.numpy()
         self._tables: Int64 = self.tables.numpy()
@@ -52,6 +54,11 @@ class DecodeRows:
         self._row: dict[int, int] = {}  # arrival -> row
         self._block_tokens = block_tokens
         self._scratch = scratch
+        # What is known of the steps to come until a row changes hands or grows: see `_look`.
+        self._stale = True
+        self._to_full = self._to_end = self._blocks = 0
+        self._noise: list[Float32] = []
+        self.greedy = False
         self._numbers[SLOT] = scratch * block_tokens
 
     @property
@@ -75,6 +82,7 @@ class DecodeRows:
         self._set_stops(row, request.stop_tokens)
         self.sequences.append(sequence)
         self._row[sequence.arrival] = row
+        self._stale = True
 
     def row_of(self, sequence: Sequence) -> int:
         return self._row[sequence.arrival]
@@ -88,6 +96,7 @@ class DecodeRows:
         sequence.logprobs[old - sequence.prompt : new - sequence.prompt] = bits.view(np.float32)
         sequence.length, sequence.cached = new, new - 1
         self._homes.append(home)
+        self._stale = True
         moved = self.sequences.pop()
         if row != last:
             for table in (self._numbers.T, self._tables, self._reals.T, self._stops.T):
@@ -110,6 +119,8 @@ class DecodeRows:
 
     def outgrown(self) -> list[Sequence]:
         """Sequences whose next token has no block to go to, oldest first."""
+        if not self._stale and self._to_full > 0:
+            return []
         n = self.count
         rows = (self._numbers[POSITION, :n] >= self._numbers[HELD, :n] * self._block_tokens).nonzero()[0]
         return sorted((self.sequences[row] for row in rows), key=lambda s: s.arrival)
@@ -120,12 +131,28 @@ class DecodeRows:
         self._tables[row, self._numbers[HELD, row]] = block
         self._numbers[SLOT, row] = block * self._block_tokens
         self._numbers[HELD, row] += 1
+        self._stale = True
 
     def prepare(self) -> int:
         """Fill in the noise of each row's next token; gives the blocks of the longest table in use."""
+        if self._stale:
+            self._look()
+        if not self._noise:
+            numbers = self._numbers[:, : self.count]
+            steps = np.arange(AHEAD)[:, None]
+            self._noise = [*uniforms(numbers[KEY], numbers[LENGTH] + steps)[::-1]]
+        self._reals[NOISE, : self.count] = self._noise.pop()
+        return self._blocks
+
+    def _look(self) -> None:
+        """After a change of rows: how many tokens until one fills its blocks, until one ends, and the noise anew."""
         numbers = self._numbers[:, : self.count]
-        self._reals[NOISE, : self.count] = uniforms(numbers[KEY], numbers[LENGTH])
-        return int(numbers[HELD].max())
+        self._to_full = int((numbers[HELD] * self._block_tokens - numbers[POSITION]).min())
+        self._to_end = int((numbers[END] - numbers[LENGTH]).min())
+        self._blocks = int(numbers[HELD].max())
+        self._noise = []
+        self.greedy = bool(self._reals[GREEDY, : self.count].any())
+        self._stale = False
 
     def advance(self, sampled_2B: Int32) -> list[tuple[Sequence, StopReason]]:
         """Take a decode pass's tokens and the bits of their log-probabilities; gives who ended and why.
@@ -137,7 +164,12 @@ class DecodeRows:
         self._sampled[:, numbers[PLACE]] = sampled_2B
         numbers[TOKEN] = tokens_B
         numbers[POSITION : PLACE + 1] += 1
-        stopped: Bool = (self._stops[:, : self.count] == tokens_B).any(0)
+        self._to_full -= 1
+        self._to_end -= 1
+        stops = self._stops[:, : self.count] == tokens_B
+        if self._to_end > 0 and not stops.any() and np.isfinite(logprobs_B).all():
+            return []
+        stopped: Bool = stops.any(0)
         sound = np.isfinite(logprobs_B)
         ended = stopped | ~sound | (numbers[LENGTH] >= numbers[END])
         return [(self.sequences[row], _reason(stopped[row], sound[row])) for row in ended.nonzero()[0]]

@@ -41,28 +41,32 @@ def uniforms(keys_B: Int64, positions_B: Int64) -> Float32:
     return (z >> _40).astype(np.float32) * _UNIT
 
 
-def sample(logits_BV: Tensor, *, scales_B: Tensor, greedy_B: Tensor, uniforms_B: Tensor) -> tuple[Tensor, Tensor]:
+def sample(
+    logits_BV: Tensor, *, scales_B: Tensor, greedy_B: Tensor | None, uniforms_B: Tensor
+) -> tuple[Tensor, Tensor]:
     """Tokens int64 `[B]` and their log-probabilities fp32 `[B]` under softmax(logits * scale).
 
-    `scales_B` fp32 is 1/temperature; `greedy_B` bool rows take the largest logit instead (scale 1 there).
+    `scales_B` fp32 is 1/temperature; `greedy_B` bool rows take the largest logit instead (scale 1 there), None is none.
     """
     logprobs_BV = torch.log_softmax(logits_BV * scales_B[:, None], dim=-1)
-    drawn_B = invert_cdf(logprobs_BV.exp(), uniforms_B)
-    tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), drawn_B)
+    tokens_B = invert_cdf(logprobs_BV.exp(), uniforms_B)
+    if greedy_B is not None:
+        tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), tokens_B)
     return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
 
 
 def invert_cdf(mass_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """int64 `[B]`: the token whose interval of the running sum of `mass_BV` holds the uniform, all in fp32.
 
-    A token of mass 0 is never drawn: only tokens with mass compete, whatever the rounding of the sum, which on CUDA is
-    parallel and so need not even rise.
+    A token of mass 0 is never drawn, whatever the rounding of the sum. A uniform is at most 1 - 2^-24, so its product
+    with the total rounds to less than that: some token is always within reach. Mass that is no number draws token 0.
     """
-    sums_BV = mass_BV.cumsum(-1).masked_fill_(mass_BV <= 0, 0)
-    total_B1 = sums_BV.amax(-1, keepdim=True)
-    # A uniform is at most 1 - 2^-24, so this rounds to less than the total: some token is always within reach.
-    aim_B1 = uniforms_B[:, None] * total_B1
-    return (sums_BV > aim_B1).byte().argmax(-1)
+    sums_BV = mass_BV.cumsum(-1)
+    if not mass_BV.is_cuda:  # in order, so it never falls, and rises only where there is mass
+        return (sums_BV <= uniforms_B[:, None] * sums_BV[:, -1:]).sum(-1)
+    # In parallel, so it need not even rise: only tokens with mass compete.
+    sums_BV = sums_BV.masked_fill_(mass_BV <= 0, 0)
+    return (sums_BV > uniforms_B[:, None] * sums_BV.amax(-1, keepdim=True)).byte().argmax(-1)
 
 
 def _mix(z: int) -> int:

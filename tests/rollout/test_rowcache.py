@@ -110,7 +110,7 @@ def test_rows_can_move_and_still_give_their_pages_back(lengths: list[int], moves
 
 
 def test_rows_keep_what_they_hold_when_the_longest_of_them_changes_and_hold_zeros_behind_it() -> None:
-    pages, rows = caches(2, 3)
+    _, rows = caches(2, 3)
     held = tables([6, 18])
     rows.fill(0, held[:1])
     assert rows.positions == 8
