@@ -81,11 +81,12 @@ class RowCache:
 
     def spill(self, rows_X: Sequence[int], pages_X: Sequence[int], blocks_X: Sequence[int]) -> None:
         """Copy each given page (counted within its row) to the block of the cache that is to hold it."""
-        places = torch.tensor([rows_X, pages_X])
-        by_page = self.store.unflatten(4, (-1, self._page_tokens))
-        # Two indices apart put their dimension first: [X, N, 2, G, BS, d].
-        used = by_page[:, :, places[0], :, places[1]].transpose(0, 1)
-        self._pages.index_copy_(1, torch.tensor(blocks_X), used)
+        rows, pages, blocks = torch.tensor([rows_X, pages_X, blocks_X])
+        # Where each page's keys and values lie, head by head, counted in pages of a layer: whole pages are copied.
+        homes_XH = (self.homes_R2G[rows] // self._page_tokens + pages[:, None]).view(-1)
+        for layer, target in zip(self.store, self._pages, strict=True):
+            used = layer.view(-1, self._page_tokens * layer.shape[-1]).index_select(0, homes_XH)
+            target.index_copy_(0, blocks, used.view(-1, *target.shape[1:]))
 
     def move(self, source: int, target: int, tokens: int) -> None:
         """Let `target` be what `source` was, a row of `tokens` positions."""
@@ -109,9 +110,9 @@ class RowPlan:
         cache.fit(rows, longest)
         self._cache, self._rows = cache, rows * kv_heads
         self._places = (cache.homes_R2G[:rows] + positions_B[:, None]).view(-1)
-        mask_BC = (cache.positions_C >= lengths_B[:, None]) * cache.lowest
-        self._mask_X1C = mask_BC[:, None].expand(-1, kv_heads, -1).reshape(self._rows, 1, -1)
-        self._last_B1 = lengths_B[:, None] - 1
+        hidden_B1C = cache.positions_C >= lengths_B[:, None, None]
+        self._mask_X1C = (hidden_B1C.expand(-1, kv_heads, -1) * cache.lowest).reshape(self._rows, 1, -1)
+        self._lengths_B = lengths_B
         self._windowed: dict[int, Tensor] = {}  # masks of other windows, made when first asked for
 
     def layer(self, index: int) -> "_RowLayer":
@@ -132,7 +133,7 @@ class RowPlan:
 
     def _mask(self, window: int) -> Tensor:
         if window not in self._windowed:
-            unseen_BC = hidden(self._last_B1, self._cache.positions_C, window)
+            unseen_BC = hidden(self._lengths_B[:, None] - 1, self._cache.positions_C, window)
             unseen_X1C = unseen_BC.repeat_interleave(self._cache.kv_heads, 0).unsqueeze(1)
             self._windowed[window] = self._mask_X1C.masked_fill(unseen_X1C, self._cache.lowest)
         return self._windowed[window]
