@@ -32,8 +32,10 @@ class RowCache:
         layers, _, _, self.kv_heads, self._page_tokens, head_dim = cache.pool.shape
         positions = -(-context_tokens // self._page_tokens) * self._page_tokens
         self._pages, self._scratch = cache.pool, cache.blocks - 1
-        # A layer's part of it begins where it does for any C, so that C changes within a layer.
-        self._memory = torch.zeros((layers, 2 * rows * self.kv_heads * positions * head_dim), dtype=cache.pool.dtype)
+        # A layer's part of it begins where it does for any C. One part is free, so that with every change of C each
+        # layer moves into its neighbour's: in place it would have to be copied twice.
+        size = 2 * rows * self.kv_heads * positions * head_dim
+        self._memory, self._begin = torch.zeros((layers + 1, size), dtype=cache.pool.dtype), 0
         self._shape = (2, rows, self.kv_heads, -1, head_dim)
         # Of a hidden position's score. Finite, so that a padding row, which may see nothing, gives numbers.
         self.lowest = torch.tensor(torch.finfo(cache.pool.dtype).min / 2, dtype=cache.pool.dtype)
@@ -45,9 +47,8 @@ class RowCache:
         """Let C be `positions` from now on; what the rows hold is not moved."""
         _, rows, kv_heads, _, head_dim = self._shape
         self.positions = positions
-        self.store = self._memory[:, : 2 * rows * kv_heads * positions * head_dim].unflatten(
-            1, (*self._shape[:3], positions, head_dim)
-        )
+        parts = self._memory[self._begin : self._begin + len(self._memory) - 1]
+        self.store = parts[:, : 2 * rows * kv_heads * positions * head_dim].unflatten(1, self._shape)
         # Of each layer: keys and values `[R * G, C, d]`, and both as places `[2 * R * G * C, d]`.
         self.layers = [(*layer.flatten(1, 2).unbind(), layer.flatten(0, 3)) for layer in self.store]
         self.positions_C = torch.arange(positions)
@@ -60,12 +61,13 @@ class RowCache:
         """
         if longest <= self.positions and longest * 4 > self.positions * 3:
             return
-        old, kept = self.store, min(longest, self.positions)
+        old, kept = self.store[:, :, :rows], min(longest, self.positions)
+        self._begin = 1 - self._begin
         self._lay(longest)
-        for before, after in zip(old, self.store, strict=True):
-            held = before[:, :rows, :, :kept].clone()  # before and after overlap
-            after[:, :rows, :, :kept] = held
-            after[:, :rows, :, kept:] = 0
+        new, layers = self.store[:, :, :rows], range(len(old))
+        for layer in reversed(layers) if self._begin else layers:
+            new[layer, ..., :kept, :] = old[layer, ..., :kept, :]
+        new[..., kept:, :] = 0
 
     def fill(self, first: int, tables: Sequence[Sequence[int]]) -> None:
         """Copy J sequences, given by their pages, into rows `first`, `first + 1`, ...; rows before that are in use."""
