@@ -76,7 +76,7 @@ class Passes:
             decoder.use_dispatch(LocalDispatch(config.experts, capacity=1 << 40))
         self.near: RowCache | None = None
         if self.device.type == "cpu" and section.max_sequences * section.context_tokens <= section.kv_tokens:
-            # Every row could be full and it would still take no more memory than the cache.
+            # Every row could be full and it would still take no more memory than the cache and a layer.
             self.near = RowCache(self.cache, bucket(section.max_sequences), section.context_tokens)
         self.routes = self._route_store(section) if section.routes else None
 

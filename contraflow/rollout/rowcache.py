@@ -49,10 +49,23 @@ class RowCache:
         self.positions = positions
         parts = self._memory[self._begin : self._begin + len(self._memory) - 1]
         self.store = parts[:, : 2 * rows * kv_heads * positions * head_dim].unflatten(1, self._shape)
-        # Of each layer: keys and values `[R * G, C, d]`, and both as places `[2 * R * G * C, d]`.
-        self.layers = [(*layer.flatten(1, 2).unbind(), layer.flatten(0, 3)) for layer in self.store]
+        self._views: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
         self.positions_C = torch.arange(positions)
         self.homes_R2G = self._homes_R2G * positions  # first place of each row's keys and values, head by head
+
+    def layers(self, rows: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Of each layer keys `[B * G, d, C]` and values `[B * G, C, d]` of the first rows; places `[2 * R * G * C, d]`.
+
+        Made once while C stays: a view costs a call, as an operation does, and a step would take nine.
+        """
+        if rows not in self._views:
+            heads = rows * self.kv_heads
+            self._views[rows] = [
+                (keys[:heads].transpose(1, 2), values[:heads], layer.flatten(0, 3))
+                for layer in self.store
+                for keys, values in [layer.flatten(1, 2).unbind()]
+            ]
+        return self._views[rows]
 
     def fit(self, rows: int, longest: int) -> None:
         """Make C fit rows of `longest` positions, a whole number of pages, keeping what the first `rows` rows hold.
@@ -110,7 +123,7 @@ class RowPlan:
     def __init__(self, cache: RowCache, positions_B: Tensor, lengths_B: Tensor, longest: int) -> None:
         rows, kv_heads = len(positions_B), cache.kv_heads
         cache.fit(rows, longest)
-        self._cache, self._rows = cache, rows * kv_heads
+        self._layers, self._rows = cache.layers(rows), rows * kv_heads
         self._places = (cache.homes_R2G[:rows] + positions_B[:, None]).view(-1)
         hidden_B1C = cache.positions_C >= lengths_B[:, None, None]
         self._mask_X1C = (hidden_B1C.expand(-1, kv_heads, -1) * cache.lowest).reshape(self._rows, 1, -1)
@@ -119,15 +132,14 @@ class RowPlan:
 
     def layer(self, index: int) -> "_RowLayer":
         """The view of one layer's rows."""
-        return _RowLayer(self, *self._cache.layers[index])
+        return _RowLayer(self, *self._layers[index])
 
-    def attend(self, q_BHd: Tensor, keys: Tensor, values: Tensor, sight: Sight | None) -> Tensor:
+    def attend(self, q_BHd: Tensor, keys_XdC: Tensor, values_XCd: Tensor, sight: Sight | None) -> Tensor:
         """Attention of each row's query heads, as two batched matmuls over the row's own K/V."""
-        keys_XCd, values_XCd = keys[: self._rows], values[: self._rows]
         d = q_BHd.shape[-1]
         q_Xsd = q_BHd.reshape(self._rows, -1, d)
         mask_X1C = self._mask_X1C if sight is None or sight.window is None else self._mask(sight.window)
-        scores_XsC = torch.baddbmm(mask_X1C, q_Xsd, keys_XCd.transpose(1, 2), alpha=d**-0.5)
+        scores_XsC = torch.baddbmm(mask_X1C, q_Xsd, keys_XdC, alpha=d**-0.5)
         if sight is None:
             return torch.bmm(scores_XsC.softmax(-1), values_XCd).view(q_BHd.shape)
         sinks_Xs = sight.sinks_H.view(1, -1, q_Xsd.shape[1]).expand(len(q_BHd), -1, -1).flatten(0, 1)
