@@ -59,11 +59,12 @@ def invert_cdf(mass_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     """int64 `[B]`: the token whose interval of the running sum of `mass_BV` holds the uniform, all in fp32.
 
     A token of mass 0 is never drawn, whatever the rounding of the sum. A uniform is at most 1 - 2^-24, so its product
-    with the total rounds to less than that: some token is always within reach. Mass that is no number draws token 0.
+    with the total rounds to less than that: some token is always within reach. Mass that is no number draws any.
     """
     sums_BV = mass_BV.cumsum(-1)
     if not mass_BV.is_cuda:  # in order, so it never falls, and rises only where there is mass
-        return (sums_BV <= uniforms_B[:, None] * sums_BV[:, -1:]).sum(-1)
+        drawn_B1 = torch.searchsorted(sums_BV, uniforms_B[:, None] * sums_BV[:, -1:], right=True)
+        return drawn_B1.squeeze(1).clamp_max_(mass_BV.shape[-1] - 1)  # past the end only when no number
     # In parallel, so it need not even rise: only tokens with mass compete.
     sums_BV = sums_BV.masked_fill_(mass_BV <= 0, 0)
     return (sums_BV > uniforms_B[:, None] * sums_BV.amax(-1, keepdim=True)).byte().argmax(-1)
