@@ -123,7 +123,7 @@ class RowPlan:
     def __init__(self, cache: RowCache, positions_B: Tensor, lengths_B: Tensor, longest: int) -> None:
         rows, kv_heads = len(positions_B), cache.kv_heads
         cache.fit(rows, longest)
-        self._layers, self._rows = cache.layers(rows), rows * kv_heads
+        self._cache, self._layers, self._rows = cache, cache.layers(rows), rows * kv_heads
         self._places = (cache.homes_R2G[:rows] + positions_B[:, None]).view(-1)
         hidden_B1C = cache.positions_C >= lengths_B[:, None, None]
         self._mask_X1C = (hidden_B1C.expand(-1, kv_heads, -1) * cache.lowest).reshape(self._rows, 1, -1)
