@@ -274,7 +274,7 @@ def graph(bench: Bench) -> None:
             step()
         stream.synchronize()
         recorded = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(recorded, stream=stream):
+        with torch.cuda.graph(recorded, stream=stream, capture_error_mode="thread_local"):
             out = step()
         wrong = []
         for case in (*cases, cases[0]):
