@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 Work = Callable[..., Any]  # (store, rank, *given) -> what can be pickled
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch", "contraflow.dispatch.open"])
+PRELOAD = ["torch", "contraflow.dispatch.open", "contraflow.train.worker"]  # or every process would import them
 
 
 def _main(work: Work, rank: int, world: int, file: str, given: tuple[Any, ...], answers: "SimpleQueue[Any]") -> None:
@@ -31,6 +31,7 @@ def _main(work: Work, rank: int, world: int, file: str, given: tuple[Any, ...], 
 
 def run(work: Work, world: int, folder: Path, *given: Any, silent: tuple[int, ...] = ()) -> list[Any]:
     """Answers by rank, None for `silent` ranks (which are not expected to give one); raises what a rank raised."""
+    PROCESSES.set_forkserver_preload(PRELOAD)  # here, since other tests have wishes too, and the first start decides
     answers: SimpleQueue[Any] = PROCESSES.SimpleQueue()
     file = str(folder / "store")
     ranks = [
