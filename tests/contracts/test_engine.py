@@ -115,7 +115,7 @@ LABS = {"native-thread": native("thread"), "native-inline": native("inline"), "s
 
 @pytest.fixture(scope="module")
 def gang() -> Iterator[Gang]:
-    two = Gang(2)
+    two = Gang()
     yield two
     two.close()
 

@@ -1,6 +1,6 @@
 """Engines over several ranks for tests: this process leads, processes of `python -m tests.rollout.gangs` follow.
 
-They are started once and serve one engine after another, each over a process group of its own.
+They are started when first needed and serve one engine after another, each over a process group of its own.
 """
 
 import dataclasses
@@ -16,12 +16,13 @@ from queue import SimpleQueue
 import torch
 
 from contraflow.config import Engine as EngineSection
+from contraflow.errors import ConfigError
 from contraflow.model.decoder import Decoder, new_decoder
 from contraflow.model.families import ModelConfig
 from contraflow.parallel.layout import cut, shards
 from contraflow.parallel.mesh import Mesh
 from contraflow.rollout.follow import follow
-from contraflow.rollout.gang import GangEngine
+from contraflow.rollout.gang import GangCore, GangEngine
 from contraflow.rollout.rank import Rank, empty_part, join_ranks, led_engine
 from contraflow.runtime.base import Rendezvous
 from contraflow.types import Version
@@ -29,26 +30,30 @@ from contraflow.types import Version
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """An engine of a random model."""
+    """An engine of a random model. `turned`: a rank that turns positions too far, and so can prove no version."""
 
     config: ModelConfig
     section: EngineSection
     seed: int = 1
     std: float = 0.2
     version: Version | None = None
+    turned: int = -1
+
+    @property
+    def ranks(self) -> int:
+        return self.section.parallel.ranks
 
     def text(self, rank: int, meeting: str) -> str:
-        fields = dataclasses.asdict(self.config)
-        section = self.section.model_dump(mode="json")
+        fields, section = dataclasses.asdict(self.config), self.section.model_dump(mode="json")
         version = None if self.version is None else [self.version.line, self.version.n]
-        return json.dumps([fields, section, self.seed, self.std, version, rank, meeting])
+        return json.dumps([fields, section, self.seed, self.std, version, self.turned, rank, meeting])
 
 
 def read(text: str) -> tuple[Spec, Rendezvous]:
-    fields, section, seed, std, version, rank, meeting = json.loads(text)
+    fields, section, seed, std, version, turned, rank, meeting = json.loads(text)
     fields = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
     checked = EngineSection.model_validate(section)
-    spec = Spec(ModelConfig(**fields), checked, seed, std, version and Version(*version))
+    spec = Spec(ModelConfig(**fields), checked, seed, std, version and Version(*version), turned)
     return spec, Rendezvous(rank, checked.parallel.ranks, meeting)
 
 
@@ -60,45 +65,52 @@ def join(spec: Spec, rendezvous: Rendezvous) -> Rank:
         decoder = empty_part(spec.config, mesh)
         cuts = shards(spec.config, mesh.parallel, mesh.here)
         decoder.load_state_dict({name: cut(tensor, cuts[name]) for name, tensor in whole.items()})
+        if rendezvous.rank == spec.turned:
+            decoder.signed_d.mul_(1.5)
         return decoder
 
     return join_ranks(spec.section, rendezvous, part, clock=time.perf_counter, version=spec.version)
 
 
 class Gang:
-    """`ranks - 1` followers."""
+    """Follower processes by number, from 1. One that ended is started again when it is needed."""
 
-    def __init__(self, ranks: int) -> None:
-        command = [sys.executable, "-m", "tests.rollout.gangs"]
-        self.followers = [subprocess.Popen(command, stdin=subprocess.PIPE, text=True) for _ in range(ranks - 1)]
+    def __init__(self) -> None:
+        self.followers: dict[int, subprocess.Popen[str]] = {}
         self.broken: list[str] = []  # what engines said of their ranks
         self._folder = tempfile.TemporaryDirectory()
         self._engines = 0
 
-    def engine(self, spec: Spec) -> GangEngine:
-        """An engine over `spec.section.parallel.ranks` ranks, led from here."""
+    def lead(self, spec: Spec, first: int = 1) -> Rank:
+        """Rank 0 of an engine, when all others have sat down: process `first` as rank 1, and so on."""
         self._engines += 1
         meeting = f"file://{self._folder.name}/{self._engines}"
-        for rank in range(1, spec.section.parallel.ranks):
-            stdin = self.followers[rank - 1].stdin
+        for rank in range(1, spec.ranks):
+            stdin = self._follower(first + rank - 1).stdin
             assert stdin is not None
             stdin.write(spec.text(rank, meeting) + "\n")
             stdin.flush()
-        rank = join(spec, Rendezvous(0, spec.section.parallel.ranks, meeting))
-        return led_engine(rank, clock=time.perf_counter, on_broken=self.broken.append)
+        return join(spec, Rendezvous(0, spec.ranks, meeting))
+
+    def engine(self, spec: Spec, first: int = 1) -> GangEngine:
+        return led_engine(self.lead(spec, first), clock=time.perf_counter, on_broken=self.broken.append)
+
+    def core(self, rank: Rank) -> GangCore:
+        """What an engine steps, to be stepped by the test."""
+        return GangCore(rank.core, rank.star, rank.mesh, clock=time.perf_counter, on_broken=self.broken.append)
 
     def close(self) -> None:
         """End the followers."""
-        for follower in self.followers:
-            assert follower.stdin is not None
-            follower.stdin.close()
-        for follower in self.followers:
-            try:
-                follower.wait(10)
-            except subprocess.TimeoutExpired:
-                follower.kill()
-                follower.wait()
+        for follower in self.followers.values():
+            follower.kill()  # stopped ones too
+            follower.wait()
         self._folder.cleanup()
+
+    def _follower(self, number: int) -> "subprocess.Popen[str]":
+        if number not in self.followers or self.followers[number].poll() is not None:
+            command = [sys.executable, "-m", "tests.rollout.gangs"]
+            self.followers[number] = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+        return self.followers[number]
 
 
 def main() -> None:
@@ -113,9 +125,10 @@ def main() -> None:
 
     threading.Thread(target=receive, daemon=True).start()
     while True:
-        line = lines.get()
-        spec, rendezvous = read(line)
-        rank = join(spec, rendezvous)
+        try:
+            rank = join(*read(lines.get()))
+        except ConfigError:  # the leader got it too
+            continue
         try:
             follow(rank.core, rank.star, rank.mesh)
         finally:
