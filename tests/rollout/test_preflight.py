@@ -27,7 +27,7 @@ class Mine:
 """
 
 
-def check(env, *, parts=None, n=5, deadline_s=0.1):
+def check(env, *, parts=None, n=5, deadline_s=0.5):
     return asyncio.run(check_reference(env, make_mix(parts or {"correct": 1.0}), n, deadline_s=deadline_s))
 
 
@@ -44,7 +44,7 @@ def test_every_shipped_environment_gives_its_own_references_full_marks(name, bac
     ("change", "words"),
     [
         ("task = lambda self, split, index: 1 / 0", "env 'mine', task train/0: env.task raised ZeroDivisionError"),
-        ("task = lambda self, split, index: time.sleep(0.3)", "task train/0: env.task did not answer within 0.1 s"),
+        ("task = lambda self, split, index: time.sleep(1.5)", "task train/0: env.task did not answer within 0.5 s"),
         ("open = lambda self, task: None", "env.open gave a NoneType, which has no step"),
         ("step = lambda self, action: action", "step gave a str, not an Observation"),
         ("step = lambda self, action: Observation('', False)", "its own reference '2' does not end the episode"),
