@@ -51,15 +51,19 @@ class Crew:
 
 def open_crew(decoder: Decoder, mesh: Mesh | None, account: Account, *, temperature: float) -> Crew:
     """The crew of a decoder that is spread over `mesh`; of one rank for None. Collective."""
+    passes = open_passes(decoder, mesh, account, temperature=temperature)
     if mesh is None:
-        return Crew(Team(), PlainPasses(decoder, account, temperature=temperature))
-    passes: Passes = PlainPasses(decoder, account, temperature=temperature)
-    prober = None
-    if mesh.parallel.pp > 1:
-        passes = StagedPasses(decoder, mesh, account, temperature=temperature)
-        prober = StagedPasses(decoder, mesh, account, temperature=1.0)
+        return Crew(Team(), passes)
+    prober = StagedPasses(decoder, mesh, account, temperature=1.0) if mesh.parallel.pp > 1 else None
     context = links(mesh, mesh.cp).exchange(range(mesh.parallel.cp)) if mesh.parallel.cp > 1 else None
     return Crew(Team(mesh), passes, context, prober)
+
+
+def open_passes(decoder: Decoder, mesh: Mesh | None, account: Account, *, temperature: float) -> Passes:
+    """How micro-batches go through a decoder that is spread over `mesh`. Collective."""
+    if mesh is not None and mesh.parallel.pp > 1:
+        return StagedPasses(decoder, mesh, account, temperature=temperature)
+    return PlainPasses(decoder, account, temperature=temperature)
 
 
 def _asked(prompt: Int32) -> Sample:

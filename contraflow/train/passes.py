@@ -44,6 +44,10 @@ class Passes(Protocol):
         """Expert loads `[M, E]` by forward passes alone."""
         ...
 
+    def scored(self, feds: Sequence[Fed]) -> list[Scored]:
+        """What the decoder gives the trained tokens of each micro-batch, without gradients."""
+        ...
+
 
 class PlainPasses:
     """One micro-batch after the other, the whole model in this rank's hands."""
@@ -82,3 +86,9 @@ class PlainPasses:
                 self._decoder(fed.tokens_F, fed.positions_F, fed.plan, tape=tape)
                 loads.append(tape.loads())
         return torch.stack(loads).sum(0)
+
+    @torch.no_grad()
+    def scored(self, feds: Sequence[Fed]) -> list[Scored]:
+        """See `Passes.scored`."""
+        with self._account.charge("forward"):
+            return [score(self._decoder, fed, temperature=self._temperature) for fed in feds]

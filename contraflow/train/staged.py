@@ -70,7 +70,7 @@ class StagedPasses:
         return loads_ME
 
     def scored(self, feds: Sequence[Fed]) -> list[Scored]:
-        """What the decoder gives the trained tokens of each micro-batch, without gradients; on every rank."""
+        """See `Passes.scored`; on every rank."""
         numbers = [fed.targets_N.numel() for fed in feds]
         both_2N = torch.zeros(2, sum(numbers), device=self._mesh.device)
         parts = both_2N.split(numbers, 1)

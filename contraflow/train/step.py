@@ -18,8 +18,8 @@ from contraflow.errors import ConfigError, TrainingError
 from contraflow.model.decoder import Decoder
 from contraflow.telemetry import Account
 from contraflow.train.batcher import pack, split
-from contraflow.train.crew import Crew, open_crew
-from contraflow.train.forward import Fed, Scored, score
+from contraflow.train.crew import Crew, open_crew, open_passes
+from contraflow.train.forward import Fed, Scored
 from contraflow.train.optimizer import Optimizer
 from contraflow.train.update import Updated, Updater
 from contraflow.types import Batch, Float32, Sample
@@ -88,10 +88,13 @@ class TrainStep:
         self._account = account
         self._train = train
         self._loss = loss
-        self._temperature = temperature
-        self._reference = reference
         self._crew = crew or open_crew(decoder, None, account, temperature=temperature)
-        self._updater = Updater(decoder, optimizer, account, self._crew, balance_weight=loss.balance_weight)
+        frozen = None
+        if reference is not None and loss.kl_weight > 0:
+            frozen = open_passes(reference, self._crew.team.mesh, account, temperature=temperature)
+        self._updater = Updater(
+            decoder, optimizer, account, self._crew, balance_weight=loss.balance_weight, reference=frozen
+        )
 
     def run(self, by_group: Sequence[Sequence[Sample]], *, step: int, seed: int) -> Outcome:
         """Train on one take. Updates share the groups evenly, in an order drawn from (seed, step, epoch).
@@ -142,10 +145,8 @@ class TrainStep:
             clip_high=section.clip_high,
         )
         kl = torch.zeros_like(loss)
-        if self._reference is not None and section.kl_weight > 0:
-            with torch.no_grad():
-                reference_N = score(self._reference, fed, temperature=self._temperature).logprobs_N
-            kl = kl_loss(logprobs_N, reference_N, weights_N)
+        if fed.reference_N is not None:
+            kl = kl_loss(logprobs_N, fed.reference_N, weights_N)
             loss = loss + section.kl_weight * kl
         seen.append(_Seen(logprobs_N.detach(), behaviour_N, advantages_N, scored.entropy_N.detach(), kl.detach()))
         return loss

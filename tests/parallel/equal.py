@@ -54,10 +54,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_folder(family: str, folder: Path) -> Path:
+def make_folder(family: str, folder: Path, layers: int = 3) -> Path:
     """A random model of that family, odd in its sizes, weights large enough for every gradient to matter."""
     config = ModelConfig(
-        family=family, vocab=37, dim=16, layers=3, head_dim=8, context=64, norm_eps=1e-5, **MODELS[family]
+        family=family, vocab=37, dim=16, layers=layers, head_dim=8, context=64, norm_eps=1e-5, **MODELS[family]
     )
     decoder = new_decoder(config, seed=1, std=0.2)
     with torch.no_grad():
@@ -108,6 +108,7 @@ class Seen(NamedTuple):
 
 def three_updates(spread: Spread, *, counts: Sequence[int] = (9, 1, 14), budget: int = 40) -> Seen:
     """Train on random samples; the second update has but one, so that some ranks have nothing."""
+    spread.decoder.recompute = spread.mesh is not None and spread.mesh.parallel.recompute == "layer"
     optimizer = Optimizer(spread.decoder, TRAIN, spread)
     account = Account(lambda: 0.0)
     crew = open_crew(spread.decoder, spread.mesh, account, temperature=1.0)
@@ -137,6 +138,7 @@ def alone(folder: Path) -> Seen:
 
 def on_ranks(store: Any, rank: int, cases: Sequence[tuple[Parallel, Path]], meeting: Path) -> list[Seen]:
     """Every case in turn, in the same processes."""
+    dist.barrier()  # who leaves while others still connect breaks their connections
     dist.destroy_process_group()
     seen = []
     for index, (parallel, folder) in enumerate(cases):

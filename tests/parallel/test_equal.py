@@ -28,8 +28,8 @@ FOUR = [
 ]
 
 
-def check(cases, tmp_path, world):
-    folders = {family: make_folder(family, tmp_path) for family in {family for _, family in cases}}
+def check(cases, tmp_path, world, layers=3):
+    folders = {family: make_folder(family, tmp_path, layers) for family in {family for _, family in cases}}
     wanted = {family: alone(folder) for family, folder in folders.items()}
     by_rank = gloo.run(on_ranks, world, tmp_path, [(p, folders[family]) for p, family in cases], tmp_path)
     for place, (parallel, family) in enumerate(cases):

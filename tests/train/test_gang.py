@@ -121,12 +121,21 @@ def close(found, wanted):
         assert found[name] == (pytest.approx(value, rel=2e-5, abs=1e-7) if isinstance(value, float) else value), name
 
 
-def test_two_ranks_report_publish_and_save_as_one(bench):
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 2, "ep": 2},
+        {"pp": 2},
+        pytest.param({"cp": 2, "ep": 2, "recompute": "layer"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_two_ranks_report_publish_and_save_as_one(bench, layout):
     def spoil(episode):
         return msgspec.structs.replace(episode, reward=math.nan if episode.reward else 0.0)
 
     async def body(here):
-        trainers = [await here.start(), await here.start(dp=2, ep=2)]
+        trainers = [await here.start(), await here.start(**layout)]
         folders = [here.folder / "trainer1", here.folder / "trainer2"]
         reports, published, cuts = ([], []), ([], []), []
         for trainer, folder, mine in zip(trainers, folders, published, strict=True):
