@@ -27,15 +27,16 @@ BACKWARD = "autograd::engine::evaluate_function: "
 NAMED = [
     ("AccumulateGrad", "gradients added up"),
     (r"Optimizer|_foreach_|fused_adam", "optimizer and clipping"),
-    (r"TokenLogprobs", "head"),
     (r"grouped_mm|GroupedMm", "expert matmuls"),
     (r"varlen_attn|flash_attention|scaled_dot_product", "attention kernel"),
     (r"rms_norm|RMSNorm|RmsNorm", "norms"),
     (r"_to_copy|ToCopy", "casts"),
-    (r"_Spread|_Gather|aten::sort|searchsorted", "dispatch"),
+    (r"_Copied", "gradients added up"),
+    (r"_Spread|_Gather|_sum_rows|_owned_rows|aten::sort|searchsorted", "dispatch"),
     (r"aten::(mm|addmm|linear|matmul)$|(Mm|Addmm|Linear)Backward", "dense matmuls"),
     (r"embedding|Embedding", "embedding"),
 ]
+HEAD = r"TokenLogprobs|SplitLogprobs"
 PARTS = {Attention: "attention, rest", MoE: "experts, elementwise", Router: "router", Layer: "residual"}
 
 
@@ -93,11 +94,15 @@ def _scoped(module: nn.Module, name: str) -> list[RemovableHandle]:
 
 def _group(event: FunctionEvent, forwards: dict[tuple[int, int], FunctionEvent]) -> str:
     named = part = ""
+    head = False
     for at in _outwards(event, forwards):
         named = named or next((group for pattern, group in NAMED if re.search(pattern, at.name)), "")
+        head = head or re.search(HEAD, at.name) is not None
         if at.name.startswith(PART):
             part = at.name.removeprefix(PART)
             break
+    if head:
+        return f"head: {named or 'elementwise'}"
     if named == "casts" and part:
         return f"casts: {part}"
     return part if named == "dense matmuls" and part == PARTS[Router] else named or part or "loss, batch, rest"

@@ -1,6 +1,6 @@
 """The trainer on one CUDA device: tokens a second and MFU of whole updates, and where their time goes.
 
-    python -m bench.train_gpu [--variants whole,shallow] [--starts 2] [--no-profile]
+    python -m bench.train_gpu [--variants whole,whole+all] [--starts 2] [--no-profile]
 
 The work of an RL update at the shape of OLMoE-1B-7B: random fp32 master weights, bf16 compute, packed micro-batches of
 1k to 4k-token sequences of which all tokens but the first are trained, the clipped policy loss without load balancing,
@@ -55,6 +55,9 @@ class Variant:
     micro: int = 4  # micro-batches of an update
     lengths: tuple[int, int] = (1024, 4096)  # of sequences, drawn evenly
     recompute: bool = False
+    split_head: bool = False
+    fuse: bool = False
+    hold_copies: bool = False
 
     @property
     def model(self) -> ModelConfig:
@@ -68,17 +71,23 @@ TINY = Variant(
     micro=2,
     lengths=(16, 64),
 )
+FAST: dict[str, Any] = {"split_head": True, "fuse": True, "hold_copies": True}
 VARIANTS = {
-    "whole": Variant(recompute=True),  # all of OLMoE's layers
-    "shallow": Variant(layers=8),  # as many as leave room for activations, with room to spare
+    "whole": Variant(recompute=True),  # all of OLMoE's layers, which leaves no room for activations
+    "whole+head": Variant(recompute=True, split_head=True),
+    "whole+head+fuse": Variant(recompute=True, split_head=True, fuse=True),
+    "whole+all": Variant(recompute=True, **FAST),
+    "kept+all": Variant(layers=14, tokens=8192, micro=8, **FAST),  # fewer layers, but nothing computed twice
+    "shallow": Variant(layers=8),
+    "shallow+all": Variant(layers=8, **FAST),
     "tiny": TINY,
-    "tiny-recompute": dataclasses.replace(TINY, recompute=True),
+    "tiny+all": dataclasses.replace(TINY, recompute=True, **FAST),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", default="whole,shallow")
+    parser.add_argument("--variants", default="whole,whole+head,whole+head+fuse,whole+all,kept+all")
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-profile", action="store_true")
@@ -150,9 +159,12 @@ def measure(variant: Variant, options: argparse.Namespace) -> dict[str, Any]:
 
 def random_decoder(variant: Variant, device: str) -> Decoder:
     """fp32 weights made on the device, norms 1; compute in bf16 on a GPU."""
-    compute = torch.bfloat16 if device == "cuda" else torch.float32
+    compute = torch.bfloat16 if device == "cuda" or variant.split_head else torch.float32
     decoder = Decoder(variant.model, device=device, compute_dtype=compute)
-    decoder.recompute = variant.recompute
+    decoder.recompute, decoder.split_head = variant.recompute, variant.split_head
+    decoder.hold_copies = variant.hold_copies
+    if variant.fuse:
+        decoder.fuse()
     noise = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for name, weight in decoder.named_parameters():

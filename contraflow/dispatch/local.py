@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contraflow.compiled import compiled
 from contraflow.dispatch.base import Rows, check_pairs, check_rows
 from contraflow.errors import DispatchError
 
@@ -38,6 +39,7 @@ class LocalDispatch:
             raise DispatchError(f"experts {num_experts} and capacity {capacity} must be at least 1")
         self.num_experts = num_experts
         self.capacity = capacity
+        self.fuse = False  # compile the fixed form's passes over rows: one for a sum, one for its gradient
         self._experts_E = torch.arange(num_experts)
         self._needed: Tensor | None = None  # most rows any call asked for
 
@@ -60,9 +62,11 @@ class LocalDispatch:
     def _fixed(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Rows[Places]:
         (tokens, choices), pairs = expert_ids_TK.shape, expert_ids_TK.numel()
         experts, device = self.num_experts, x_TD.device
-        # -1 becomes E, so that pairs without an expert sort last.
-        keys_P, pair_P = expert_ids_TK.reshape(-1).remainder(experts + 1).sort(stable=True)
-        ends_E = torch.searchsorted(keys_P, torch.arange(experts, device=device), right=True, out_int32=True)
+        # -1 becomes E, so that pairs without an expert sort last. A GPU sorts short keys in fewer passes.
+        short = torch.int16 if experts < 1 << 15 else torch.int64
+        keys_P, pair_P = expert_ids_TK.reshape(-1).remainder(experts + 1).to(short).sort(stable=True)
+        bounds_E = torch.arange(experts, dtype=short, device=device)
+        ends_E = torch.searchsorted(keys_P, bounds_E, right=True, out_int32=True)
         rows = pairs
         if self.capacity is not None:
             self._note(ends_E[-1])
@@ -74,7 +78,7 @@ class LocalDispatch:
         weights_R = weights_TK.reshape(-1).index_select(0, pair_P[:rows])
         weights_R = torch.where(torch.arange(rows, device=device) < ends_E[-1], weights_R, 0.0)
         row_TK, present_TK = torch.where(present_P, row_P, 0).view(tokens, choices), present_P.view(tokens, choices)
-        x_RD = _Spread.apply(x_TD, token_R, row_TK, present_TK)  # type: ignore[no-untyped-call]
+        x_RD = _Spread.apply(x_TD, token_R, row_TK, present_TK, self.fuse)  # type: ignore[no-untyped-call]
         return Rows(x_RD, weights_R, ends_E, Places(token_R, tokens, row_TK, present_TK))
 
     def combine(self, y_RD: Tensor, handle: Places) -> Tensor:
@@ -85,7 +89,7 @@ class LocalDispatch:
         handle.used = True
         if handle.row_TK is None:
             return y_RD.new_zeros(handle.tokens, y_RD.shape[1]).index_add_(0, handle.token_R, y_RD)
-        sums: Tensor = _Gather.apply(y_RD, handle.token_R, handle.row_TK, handle.present_TK)  # type: ignore[no-untyped-call]
+        sums: Tensor = _Gather.apply(y_RD, handle.token_R, handle.row_TK, handle.present_TK, self.fuse)  # type: ignore[no-untyped-call]
         return sums
 
     @property
@@ -118,29 +122,33 @@ class _Spread(torch.autograd.Function):
     """Copy tokens to rows. Its backward is `_Gather`'s forward, which no atomic addition makes random on a GPU."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, row_TK: Tensor, present_TK: Tensor) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, token_R: Tensor, row_TK: Tensor, present_TK: Tensor, fuse: bool) -> Tensor:
         ctx.save_for_backward(row_TK, present_TK)
+        ctx.fuse = fuse
         return x_TD.index_select(0, token_R)
 
     @staticmethod
-    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None]:
-        return _sum_rows(grad_RD, *ctx.saved_tensors), None, None, None
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
+        return compiled(_sum_rows, ctx.fuse)(grad_RD, *ctx.saved_tensors), None, None, None, None
 
 
 class _Gather(torch.autograd.Function):
     """Sum the rows of each token. Its backward is `_Spread`'s forward; rows nobody owns get a zero gradient."""
 
     @staticmethod
-    def forward(ctx: Any, y_RD: Tensor, token_R: Tensor, row_TK: Tensor, present_TK: Tensor) -> Tensor:
+    def forward(ctx: Any, y_RD: Tensor, token_R: Tensor, row_TK: Tensor, present_TK: Tensor, fuse: bool) -> Tensor:
         ctx.save_for_backward(token_R, present_TK)
-        return _sum_rows(y_RD, row_TK, present_TK)
+        ctx.fuse = fuse
+        return compiled(_sum_rows, fuse)(y_RD, row_TK, present_TK)
 
     @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None, None]:
-        token_R, present_TK = ctx.saved_tensors
-        owned_R = torch.arange(token_R.shape[0], device=token_R.device) < present_TK.sum()
-        grad_RD = torch.where(owned_R[:, None], grad_TD.index_select(0, token_R), 0.0)
-        return grad_RD, None, None, None
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        return compiled(_owned_rows, ctx.fuse)(grad_TD, *ctx.saved_tensors), None, None, None, None
+
+
+def _owned_rows(grad_TD: Tensor, token_R: Tensor, present_TK: Tensor) -> Tensor:
+    owned_R = torch.arange(token_R.shape[0], device=token_R.device) < present_TK.sum()
+    return torch.where(owned_R[:, None], grad_TD.index_select(0, token_R), 0.0)
 
 
 def _sum_rows(y_RD: Tensor, row_TK: Tensor, present_TK: Tensor) -> Tensor:

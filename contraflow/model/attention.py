@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
+from contraflow.compiled import compiled
 from contraflow.errors import ModelError
 from contraflow.model.cache import KVCache
 from contraflow.model.families import ModelConfig
@@ -56,6 +57,7 @@ class Attention(nn.Module):
         made: dict[str, Any] = {"dtype": dtype, "device": device}
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         self.eps, self.clip = config.norm_eps, config.clip_qkv
+        self.fuse = False  # compile what lies between the projection in and `attend`
         queries, both = config.heads * config.head_dim, (config.heads + config.kv_heads) * config.head_dim
         rows = both + config.kv_heads * config.head_dim
         self.qkv = nn.Parameter(torch.empty(rows, config.dim, **made))
@@ -83,6 +85,12 @@ class Attention(nn.Module):
         """What the heads have to say, side by side `[T, H * d]`, before the projection out."""
         heads, kv_heads = self.heads, self.kv_heads
         qkv = linear(x_TD, self.qkv, self.qkv_bias).view(-1, heads + 2 * kv_heads, self.head_dim)
+        q, k, v = compiled(Attention.placed, self.fuse)(self, qkv, turn)
+        return attend(q, k, v, plan, None if self.sinks is None else Sight(self.sinks, self.window)).flatten(1)
+
+    def placed(self, qkv: Tensor, turn: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values from one projection: normed, clamped and turned to their positions."""
+        heads, kv_heads = self.heads, self.kv_heads
         qk, v = qkv.split_with_sizes((heads + kv_heads, kv_heads), 1)
         weight = self.qk_norm
         if weight is not None:
@@ -90,7 +98,7 @@ class Attention(nn.Module):
         if self.clip is not None:
             qk, v = qk.clamp(-self.clip, self.clip), v.clamp(-self.clip, self.clip)
         q, k = rotate(qk, turn).split_with_sizes((heads, kv_heads), 1)
-        return attend(q, k, v, plan, None if self.sinks is None else Sight(self.sinks, self.window)).flatten(1)
+        return q, k, v
 
     def normed(self, qk: Tensor, weight: Tensor) -> Tensor:
         """Query and key heads `[T, H + G, d]`, normed."""

@@ -47,7 +47,9 @@ class Decoder(nn.Module):
 
     Parameters are `dtype`, except router and head (and an embedding tied to it), which are fp32. `compute_dtype` is the
     dtype of the residual stream and the matmuls: other weights are cast at use. Norms and softmaxes work in fp32. With
-    `recompute` set, a backward pass computes each layer's activations again instead of having kept them.
+    `recompute` set, a backward pass computes each layer's activations again instead of having kept them; with
+    `split_head` set, which needs bf16 compute, log-probabilities are computed as `splithead` says; with `hold_copies`
+    set, an update casts weights once, as `copies` says.
 
     Invariant: parameter names and shapes are a function of the config alone, so weights travel by name.
     """
@@ -64,7 +66,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype = compute_dtype or dtype
-        self.recompute = False
+        self.recompute = self.split_head = self.hold_copies = self.fused = False
         made: dict[str, Any] = {"dtype": dtype, "device": device}
         shape, fp32 = (config.vocab, config.dim), made | {"dtype": torch.float32}
         self.embed = nn.Parameter(torch.empty(shape, **(fp32 if config.tied else made)))
@@ -122,6 +124,19 @@ class Decoder(nn.Module):
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """fp32 `[T, V]`."""
         return linear(cast(hidden_TD, torch.float32), self.head)
+
+    def fuse(self) -> None:
+        """Compile what lies between matmuls from now on: fewer passes over memory, for many tokens on a GPU.
+
+        Rounding differs from the plain form's; experts spread over ranks and heads cut by tensor parallelism stay
+        plain where they talk to other ranks.
+        """
+        self.fused = True
+        for module in self.modules():
+            if type(module) is Attention or isinstance(module, MoE):
+                module.fuse = True
+            if isinstance(module, MoE) and isinstance(module.dispatch, LocalDispatch):
+                module.dispatch.fuse = True
 
     def use_dispatch(self, dispatch: Dispatch[Any]) -> None:
         """Send tokens through `dispatch` from now on, in every MoE layer."""

@@ -11,16 +11,25 @@ import torch
 from torch import Tensor
 
 from contraflow.errors import ModelError
+from contraflow.model import splithead
 
 CHUNK_LOGITS = 1 << 24  # logits held at once when no chunk is given: 64 MiB
 
 
 def token_logprobs(
-    hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, *, temperature: float = 1.0, chunk: int | None = None
+    hidden_TD: Tensor,
+    head_VD: Tensor,
+    targets_T: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    split: bool = False,
+    fuse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target under `softmax(hidden @ head.T / temperature)`, and that softmax's entropy (nats).
 
-    Args: `hidden_TD` any float dtype, used in fp32; `head_VD` fp32; `targets_T` int64; `chunk` tokens at a time.
+    Args: `hidden_TD` any float dtype, used in fp32; `head_VD` fp32; `targets_T` int64; `chunk` tokens at a time;
+    `split`, for hidden states in bf16, computes as `splithead` says instead of in fp32, and `fuse` compiles that.
     Gives: two fp32 `[T]`, differentiable in `hidden_TD` and `head_VD`.
     Raises: ModelError when shapes do not fit, or the temperature is not above 0.
     """
@@ -31,6 +40,12 @@ def token_logprobs(
         )
     if not temperature > 0:
         raise ModelError(f"temperature {temperature} must be above 0; greedy log-probabilities are those of 1")
+    if split:
+        if hidden_TD.dtype != torch.bfloat16:
+            raise ModelError(f"hidden states are {hidden_TD.dtype}: only bfloat16 ones meet a head in two halves")
+        size = chunk or max(splithead.CHUNK_LOGITS // head_VD.shape[0], 1)
+        logprobs_T, entropy_T = splithead.SplitLogprobs.apply(hidden_TD, head_VD, targets_T, temperature, size, fuse)  # type: ignore[no-untyped-call]
+        return logprobs_T, entropy_T
     size = chunk or max(CHUNK_LOGITS // head_VD.shape[0], 1)
     logprobs_T, entropy_T = _TokenLogprobs.apply(hidden_TD, head_VD, targets_T, temperature, size)  # type: ignore[no-untyped-call]
     return logprobs_T, entropy_T

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from contraflow.dispatch.base import Dispatch
+from contraflow.compiled import compiled
+from contraflow.dispatch.base import Dispatch, Rows
 from contraflow.model.clamped import add_bias, clamped_swiglu
 from contraflow.model.families import ModelConfig
 from contraflow.model.kinds import FAMILIES
-from contraflow.model.ops import cast, linear
+from contraflow.model.ops import cast, computed, linear
 from contraflow.model.router import Router, Tape
 from contraflow.model.sigmoid_router import SigmoidRouter
 
@@ -39,7 +40,11 @@ class DenseMLP(nn.Module):
 
 
 class MoE(nn.Module):
-    """A mixture of SwiGLU experts behind a dispatch."""
+    """A mixture of SwiGLU experts behind a dispatch.
+
+    With `fuse`, rows are weighted before an expert's last matmul, which is linear, instead of after it: there it takes
+    no pass over memory of its own.
+    """
 
     def __init__(
         self, config: ModelConfig, dispatch: Dispatch[Any], dtype: torch.dtype, device: torch.device | str
@@ -48,6 +53,7 @@ class MoE(nn.Module):
         experts, ffn, dim = config.experts, config.expert_ffn, config.dim
         family, made = FAMILIES[config.family], dict[str, Any](dtype=dtype, device=device)
         self.dispatch = dispatch
+        self.fuse = False
         self.router = SigmoidRouter(config, device) if family.sigmoid else Router(config, device)
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * ffn, dim, **made))
         self.down = nn.Parameter(torch.empty(experts, dim, ffn, **made))
@@ -60,24 +66,39 @@ class MoE(nn.Module):
         """`[T, D]` -> `[T, D]`, the sum of each token's experts by router weight."""
         ids_TK, weights_TK = self.router(x_TD, tape)
         rows = self.dispatch.dispatch(x_TD, ids_TK, weights_TK)
-        answers_RD = self.experts(rows.x_RD, rows.ends_E) * rows.weights_R.unsqueeze(1)
-        out_TD = self.dispatch.combine(cast(answers_RD, x_TD.dtype), rows.handle)
+        out_TD = self.dispatch.combine(cast(self.answers(rows), x_TD.dtype), rows.handle)
         return out_TD if self.shared is None else out_TD + self.shared(x_TD, None)
 
     def expert_parameters(self) -> dict[str, nn.Parameter]:
         """Those of `EXPERTS` that the family has: what expert parallelism cuts."""
         return {name: weight for name, weight in self.named_parameters(recurse=False) if name in EXPERTS}
 
+    def answers(self, rows: Rows[Any]) -> Tensor:
+        """Each row's expert's answer, times the row's weight."""
+        if not self.fuse or self.down_bias is not None:  # a bias behind the last matmul needs its weight there
+            return self.experts(rows.x_RD, rows.ends_E) * rows.weights_R.unsqueeze(1)
+        x_RD, ends_E = rows.x_RD, rows.ends_E
+        gate_up_RF = F.grouped_mm(x_RD, computed(self.gate_up, x_RD.dtype).mT, offs=ends_E)
+        hidden_RF = compiled(weighted_swiglu)(gate_up_RF, rows.weights_R)
+        return F.grouped_mm(hidden_RF, computed(self.down, x_RD.dtype).mT, offs=ends_E)
+
     def experts(self, x_RD: Tensor, ends_E: Tensor) -> Tensor:
         """Each expert over its rows; rows past the last end come out undefined."""
-        gate_up_RF = F.grouped_mm(x_RD, cast(self.gate_up, x_RD.dtype).mT, offs=ends_E)
+        down = computed(self.down, x_RD.dtype).mT
+        gate_up_RF = F.grouped_mm(x_RD, computed(self.gate_up, x_RD.dtype).mT, offs=ends_E)
         if self.gate_up_bias is None or self.down_bias is None:
-            return F.grouped_mm(swiglu(gate_up_RF), cast(self.down, x_RD.dtype).mT, offs=ends_E)
+            return F.grouped_mm(swiglu(gate_up_RF), down, offs=ends_E)
         hidden_RF = clamped_swiglu(add_bias(gate_up_RF, self.gate_up_bias, ends_E), self.alpha, self.limit)
-        return add_bias(F.grouped_mm(hidden_RF, cast(self.down, x_RD.dtype).mT, offs=ends_E), self.down_bias, ends_E)
+        return add_bias(F.grouped_mm(hidden_RF, down, offs=ends_E), self.down_bias, ends_E)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` of `[..., 2F]` -> `[..., F]`."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def weighted_swiglu(gate_up_RF: Tensor, weights_R: Tensor) -> Tensor:
+    """`silu(gate) * up * weight` of `[R, 2F]` and fp32 `[R]` -> `[R, F]`, computed in fp32 and rounded once."""
+    gate_RF, up_RF = gate_up_RF.float().chunk(2, -1)
+    return (F.silu(gate_RF) * up_RF * weights_R.unsqueeze(1)).to(gate_up_RF.dtype)

@@ -17,9 +17,36 @@ def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight if weight.dtype == dtype else weight.to(dtype)
 
 
+def computed(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in `dtype`, from the copy that `copies.compute_copies` holds, if it holds one."""
+    if weight.dtype == dtype:
+        return weight
+    copy = getattr(weight, "compute_copy", None)
+    if copy is None:
+        return weight.to(dtype)
+    out: Tensor = _Copied.apply(weight, copy)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Copied(torch.autograd.Function):
+    """The copy. Its gradient goes straight to the weight's, when there is one: no cast of it is ever written."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, copy: Tensor) -> Tensor:
+        ctx.weight = weight
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        if ctx.weight.grad is None:
+            return grad.to(ctx.weight.dtype), None
+        ctx.weight.grad.add_(grad)
+        return None, None
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` in x's dtype."""
-    return F.linear(x, cast(weight, x.dtype), None if bias is None else cast(bias, x.dtype))
+    return F.linear(x, computed(weight, x.dtype), None if bias is None else cast(bias, x.dtype))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

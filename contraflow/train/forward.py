@@ -76,4 +76,7 @@ def score(decoder: Decoder, fed: Fed, *, temperature: float, tape: RouterTape | 
 def score_hidden(hidden_FD: Tensor, decoder: Decoder, fed: Fed, temperature: float) -> Scored:
     """The same from hidden states after the final norm; of the decoder only the head is needed."""
     hidden_ND = hidden_FD.index_select(0, fed.rows_N)
-    return Scored(*token_logprobs(hidden_ND, decoder.head, fed.targets_N, temperature=temperature))
+    split, fuse = decoder.split_head, decoder.fused
+    return Scored(
+        *token_logprobs(hidden_ND, decoder.head, fed.targets_N, temperature=temperature, split=split, fuse=fuse)
+    )

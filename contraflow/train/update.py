@@ -7,11 +7,13 @@ Shape letters: F fed tokens, M MoE layers, E experts.
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 from torch import Tensor
 
 from contraflow.errors import TrainingError
+from contraflow.model.copies import compute_copies
 from contraflow.model.decoder import Decoder
 from contraflow.model.router import RouterTape
 from contraflow.telemetry import Account
@@ -51,6 +53,7 @@ class Updater:
         reference: Passes | None = None,
     ) -> None:
         self.device = next(decoder.parameters()).device
+        self._decoder = decoder
         self._optimizer = optimizer
         self._account = account
         self._crew = crew or open_crew(decoder, None, account, temperature=1.0)
@@ -66,8 +69,9 @@ class Updater:
         if self._reference is not None:  # before the rest: of several stages, only the last computes a loss
             answers = self._reference.scored(feds)
             feds = [fed._replace(reference_N=one.logprobs_N) for fed, one in zip(feds, answers, strict=True)]
-        balance = self._balance(feds, sum(fed_tokens(batch) for batch in batches))
-        seen = passes.run(feds, lambda place, scored: objective(mine[place], feds[place], scored), balance)
+        with compute_copies(self._decoder) if self._decoder.hold_copies else nullcontext():
+            balance = self._balance(feds, sum(fed_tokens(batch) for batch in batches))
+            seen = passes.run(feds, lambda place, scored: objective(mine[place], feds[place], scored), balance)
         values = team.rows(seen.values_B2, len(batches)).tolist()
         loads_ME = None if seen.loads_ME is None else team.total(seen.loads_ME)
         for place, (value, _) in enumerate(values):
