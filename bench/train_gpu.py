@@ -14,6 +14,7 @@ Model FLOP = 6 * (matmul weights a token meets) * tokens + 6 * V * D * trained t
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import subprocess
@@ -87,8 +88,9 @@ VARIANTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", default="whole,whole+head,whole+head+fuse,whole+all,kept+all")
+    parser.add_argument("--variants", default="whole,whole+all,kept+all,whole+head,whole+head+fuse")
     parser.add_argument("--starts", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=480, help="no process is started after that")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # what a process of its own is told to do
@@ -97,7 +99,11 @@ def main() -> None:
         print("ROW", json.dumps(measure(VARIANTS[options.one], options)), flush=True)
         return
     names = options.variants.split(",")
-    starts = {name: [started(name, options, number) for number in range(options.starts)] for name in names}
+    starts: dict[str, list[dict[str, Any] | None]] = {name: [] for name in names}
+    began = time.perf_counter()
+    for number, name in itertools.product(range(options.starts), names):
+        if time.perf_counter() - began < options.seconds:
+            starts[name].append(started(name, options, number))
     rows = [{"variant": name, **summary([row for row in starts[name] if row])} for name in names if any(starts[name])]
     facts = {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {}
     print("wrote", write("train_gpu", rows, peak_flops=PEAK, **facts))
