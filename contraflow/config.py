@@ -120,6 +120,8 @@ class Engine(Section):
     prefill_tokens: Count = 2048  # prompt tokens computed in one step
     on_refresh: Literal["keep", "recompute"] = "keep"  # KV cache of unfinished sequences when weights change
     routes: bool = False  # record each token's experts
+    replace_every: Annotated[int, Field(ge=0)] = 0  # refreshes between placements of experts by load; 0: in order
+    spare_experts: Annotated[int, Field(ge=0)] = 0  # slots of each rank for replicas of popular experts
     parallel: Parallel = Parallel()  # how each worker's model is spread; cache and sequences are those of a dp rank
 
     @model_validator(mode="after")
@@ -132,6 +134,20 @@ class Engine(Section):
         if self.kind == "scripted" and self.parallel.ranks > 1:
             raise ValueError(
                 f"engine.parallel has {self.parallel.ranks} ranks, but engine.kind = 'scripted' has no model to spread"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _placement_needs_ranks(self) -> Self:
+        if self.spare_experts and not self.replace_every:
+            raise ValueError(
+                f"spare_experts = {self.spare_experts} with replace_every = 0: nothing would ever lie in those slots;"
+                " say after how many refreshes experts are placed by load, such as replace_every = 1"
+            )
+        if self.replace_every and self.parallel.ep == 1:
+            raise ValueError(
+                f"replace_every = {self.replace_every} with parallel.ep = 1: one rank has all experts in any case;"
+                " leave it at 0, or share the experts out among ranks"
             )
         return self
 

@@ -19,30 +19,16 @@ class Placed(Generic[H]):
     """One layer's dispatch. `rows.ends_E` counts slots, so the experts' weights must lie slot by slot.
 
     Args: `inner` carries to slots, as many as the placement has; `turn` the number of this rank; `device` that of the
-    ids. Duplicate ids in a row are two pairs, as everywhere.
+    ids. `table` here is a copy, and its storage never moves: whoever writes to it, as a CUDA graph finds it, sends
+    tokens elsewhere from then on. That must be at the same moment as the weights come to lie so, between two passes.
     Invariant: `loads_E` is the number of pairs each logical expert was given since `take_loads`.
     """
 
     def __init__(self, inner: Dispatch[H], table: Table, *, turn: int = 0, device: torch.device | str = "cpu") -> None:
         self._inner = inner
-        self._table = Table(table.slots_EC.to(device, copy=True), table.replicas_E.to(device, copy=True))
+        self.table = Table(table.slots_EC.to(device, copy=True), table.replicas_E.to(device, copy=True))
         self._turn = turn
-        self.loads_E = torch.zeros_like(self._table.replicas_E)
-
-    def use(self, table: Table) -> None:
-        """Send tokens by `table` from now on: at the same moment as the weights come to lie so, between two passes.
-
-        It is copied into the storage of the one before, where a CUDA graph finds it. Raises DispatchError if it is of
-        other sizes.
-        """
-        mine, new = self._table, table
-        if new.slots_EC.shape != mine.slots_EC.shape:
-            raise DispatchError(
-                f"a table of {list(new.slots_EC.shape)} experts and replicas is no successor to one of "
-                f"{list(mine.slots_EC.shape)}: experts, ranks and slots must stay as they are"
-            )
-        mine.slots_EC.copy_(new.slots_EC)
-        mine.replicas_E.copy_(new.replicas_E)
+        self.loads_E = torch.zeros_like(self.table.replicas_E)
 
     def take_loads(self) -> Tensor:
         """Pairs of each logical expert since the last call, int64 `[E]`; counting starts anew."""
@@ -57,7 +43,7 @@ class Placed(Generic[H]):
         if len(ids_N) and not ids_N.is_cuda:
             self._check_ids(*ids_N.aminmax())
         self.loads_E.scatter_add_(0, ids_N.clamp_min(0), (ids_N >= 0).to(torch.int64))
-        return self._inner.dispatch(x_TD, to_slots(expert_ids_TK, self._table, turn=self._turn), weights_TK)
+        return self._inner.dispatch(x_TD, to_slots(expert_ids_TK, self.table, turn=self._turn), weights_TK)
 
     def combine(self, y_RD: Tensor, handle: H) -> Tensor:
         """See `Dispatch.combine`."""

@@ -5,6 +5,7 @@ at a time and is deterministic; `native.py` puts it on a thread or into a loop.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -21,6 +22,9 @@ from contraflow.rollout.schedule import Scheduler, Sequence
 from contraflow.rollout.swap import LiveWeights
 from contraflow.telemetry import Account, Clock
 from contraflow.types import Completion, Probe, Request, Routes, StopReason, Version
+
+if TYPE_CHECKING:
+    from contraflow.parallel.slots import ExpertSlots
 
 Outcome = tuple[object, Completion | Exception]  # the waiter of a request, and what it gets
 
@@ -41,8 +45,10 @@ class EngineCore:
         clock: Clock,
         version: Version | None,
         peers: Peers | None = None,
+        slots: "ExpertSlots | None" = None,
     ) -> None:
-        """`peers` are the other ranks that `decoder` is a part of a model with; None: it is whole."""
+        """`peers` are the other ranks that `decoder` is a part of a model with; None: it is whole. `slots` is where
+        its experts lie; None: in order."""
         blocks = section.kv_tokens // section.block_tokens
         if blocks < 1:
             raise ConfigError(
@@ -63,7 +69,8 @@ class EngineCore:
         )
         self._passes = Passes(decoder, section, blocks=blocks)
         self._rows = self._passes.rows
-        self._weights = LiveWeights(decoder)
+        self.slots = slots
+        self._weights = LiveWeights(decoder, None if slots is None else slots.tables)
         self._vocab = decoder.config.vocab
         self._sequences: dict[str, Sequence] = {}
         self._outcomes: list[Outcome] = []

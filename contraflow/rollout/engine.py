@@ -34,6 +34,9 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     longest_stall_s: float  # of a swap, failed ones included
     seconds: dict[str, float]  # by cause; they sum to the time since the engine was made
     doing: str
+    placed: int = 0  # times that experts were placed anew by their loads
+    imbalance: float = 0.0  # expert tokens of the busiest rank over the mean, before the last time; mean over layers
+    promised: float = 0.0  # the same loads as they have lain since
 
 
 class Engine(Protocol):

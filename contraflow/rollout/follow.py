@@ -27,7 +27,9 @@ def follow(core: EngineCore, star: Star, mesh: Mesh) -> None:
                 outcomes = ended(core)
                 star.tell(LEADER, Reply(outcomes if mesh.here.tp == 0 else (), core.report()))
             elif isinstance(order, Swap):
-                parts = share_parts(None, core.weights, config=core.config, mesh=mesh)
+                if core.slots is not None:
+                    core.slots.take_loads(mesh.world)
+                parts = share_parts(None, core.weights, mesh=mesh)
                 with suppress(CarrierError):  # all ranks go on with the old version, and the leader says so
                     core.swap(order.version, parts, order.probe)
             elif isinstance(order, Beat):

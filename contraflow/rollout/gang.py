@@ -14,6 +14,7 @@ from contextlib import suppress
 import msgspec
 from torch import Tensor
 
+from contraflow.dispatch.placement import Placement
 from contraflow.errors import CarrierError, DeadlineExceeded, EngineError, WorkerDied
 from contraflow.parallel.layout import place
 from contraflow.parallel.mesh import Mesh
@@ -24,7 +25,8 @@ from contraflow.rollout.engine import EngineReport
 from contraflow.rollout.follow import ended, obey
 from contraflow.rollout.native import CoreEngine
 from contraflow.rollout.orders import Abort, Beat, Broken, Reply, Said, Step, Stop, Submit, Swap, hear
-from contraflow.rollout.parts import check_whole, share_parts
+from contraflow.rollout.parts import check_whole, cutter, share_parts
+from contraflow.rollout.placing import Placer
 from contraflow.rollout.star import Star
 from contraflow.telemetry import Clock
 from contraflow.types import Completion, Probe, Request, Version
@@ -53,6 +55,9 @@ class GangCore:
         self._core, self._star, self._mesh, self._clock = core, star, mesh, clock
         self._on_broken = on_broken
         self._shapes = shapes(core.config)
+        self._placer: Placer | None = None
+        if core.slots is not None:
+            self._placer = Placer(core.slots.sizes, len(core.slots.layers), every=core.section.replace_every)
         self._dp = {rank: place(rank, mesh.parallel).dp for rank in range(mesh.parallel.ranks)}
         self._heads = [rank for rank in star.others if place(rank, mesh.parallel).tp == 0]  # who speak for a dp rank
         self._dealer = Dealer(mesh.parallel.dp)
@@ -137,8 +142,12 @@ class GangCore:
             with self._core.account.charge("swap"):
                 for rank in self._star.others:
                     self._star.tell(rank, Swap(version, probe))
-                parts = share_parts(tensors, self._core.weights, config=self._core.config, mesh=self._mesh)
+                laid = self._lay_out()
+                part = cutter(tensors, self._core.config, self._mesh.parallel, laid)
+                parts = share_parts(part, self._core.weights, mesh=self._mesh)
             self._core.swap(version, parts, probe)
+            if self._placer is not None:
+                self._placer.accept(laid)
         except CarrierError:
             raise
         except Exception as fault:
@@ -158,6 +167,9 @@ class GangCore:
         own = self._core.report()
         others = list(self._reports.values())
         sums = {name: getattr(own, name) + sum(getattr(other, name) for other in others) for name in _SUMMED}
+        if self._placer is not None:
+            told = self._placer
+            sums |= {"placed": told.placed, "imbalance": told.imbalance, "promised": told.promised}
         return msgspec.structs.replace(own, **sums, longest_stall_s=self._longest_stall_s)
 
     def close(self) -> None:
@@ -185,6 +197,13 @@ class GangCore:
                     outcomes += reply.ended
         for outcome in outcomes:
             self._land(outcome.number, outcome.completion or EngineError(outcome.error))
+
+    def _lay_out(self) -> list[Placement]:
+        """What the slots are to hold from the next version on, by what all ranks measured; nothing without slots."""
+        slots = self._core.slots
+        if slots is None or self._placer is None:
+            return []
+        return self._placer.propose(slots.take_loads(self._mesh.world).cpu())
 
     def _land(self, number: int, value: Completion | EngineError) -> None:
         flight = self._flying.pop(number)

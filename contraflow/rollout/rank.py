@@ -23,6 +23,7 @@ from contraflow.model.reading import TensorFiles
 from contraflow.parallel.layout import Shard, shards
 from contraflow.parallel.mesh import Mesh, open_mesh
 from contraflow.parallel.pieces import Shape, shapes
+from contraflow.parallel.slots import open_slots
 from contraflow.parallel.spread import cut_decoder, settle
 from contraflow.rollout.core import EngineCore
 from contraflow.rollout.follow import follow
@@ -65,7 +66,9 @@ def join_ranks(
         )
         star = open_star(mesh.world, rendezvous.init_method, deadline_s=parallel.deadline_s, device=device)
         stack.enter_context(closing(star))
-        core = EngineCore(part(mesh), section, clock=clock, version=version, peers=StarPeers(star, mesh))
+        decoder = part(mesh)
+        slots = open_slots(decoder, mesh, spare=section.spare_experts) if section.replace_every else None
+        core = EngineCore(decoder, section, clock=clock, version=version, peers=StarPeers(star, mesh), slots=slots)
         stack = stack.pop_all()
     return Rank(mesh, star, core, stack.close)
 

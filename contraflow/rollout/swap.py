@@ -18,9 +18,10 @@ class LiveWeights:
     """Invariant: outside `load` the decoder holds the tensors of the last `load` that succeeded (before the first: its
     own). Those tensors are kept by reference, not copied, as what a failed `load` rolls back to."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, tables: Mapping[str, Tensor] | None = None) -> None:
+        """`tables` is what else the decoder computes with, and changes with its weights: where its experts lie."""
         self._decoder = decoder
-        self.live: dict[str, Tensor] = dict(decoder.state_dict())  # aliases of the parameters' storage
+        self.live: dict[str, Tensor] = {**decoder.state_dict(), **(tables or {})}  # aliases of storage in use
         self._loaded: Mapping[str, Tensor] | None = None
 
     def load(self, tensors: Mapping[str, Tensor], probe: Probe, consent: Callable[[CarrierError | None], None]) -> None:
