@@ -6,8 +6,9 @@ experts' answers back per token. Does not: choose experts, run them, or apply ro
 Shape letters: T tokens, K experts per token, E experts held here, R rows given to them, D model width.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,8 +37,16 @@ class Rows(Generic[H]):
         return self.ends_E.diff(prepend=self.ends_E.new_zeros(1))
 
 
+Answer = Callable[[Rows[Any]], Tensor]  # the experts: rows in, their answers times `rows.weights_R` out, `[R, D]`
+
+
 class Dispatch(Protocol[H]):
     """Carries tokens to experts and back. Differentiable in `x`, `weights` and `y`."""
+
+    def mix(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, answer: Answer) -> Tensor:
+        """Dispatch, experts and combine in one, `[T, D]`: forms that can do one while another runs have their own."""
+        rows = self.dispatch(x_TD, expert_ids_TK, weights_TK)
+        return self.combine(answer(rows), rows.handle)
 
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Rows[H]:
         """Give every (token, expert) pair its row.

@@ -21,7 +21,6 @@ from contraflow.dispatch.base import Dispatch, Rows
 from contraflow.dispatch.domains import Traffic
 from contraflow.dispatch.exchange import Links
 from contraflow.dispatch.open import open_dispatch
-from contraflow.dispatch.overlap import OverlapDispatch
 from contraflow.dispatch.wire import Wire
 from contraflow.errors import DispatchError
 from contraflow.telemetry import Clock
@@ -203,10 +202,7 @@ class _Experts:
         out.backward(torch.ones_like(out))
 
     def _forward(self, dispatch: Dispatch[Any], x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        if isinstance(dispatch, OverlapDispatch):
-            return dispatch.mix(x_TD, ids_TK, weights_TK, self._answer)
-        rows = dispatch.dispatch(x_TD, ids_TK, weights_TK)
-        return dispatch.combine(self._answer(rows), rows.handle)
+        return dispatch.mix(x_TD, ids_TK, weights_TK, self._answer)
 
     def _answer(self, rows: Rows[Any]) -> Tensor:
         gate, up = F.grouped_mm(rows.x_RD, self._gate_up_LFD.mT, offs=rows.ends_E).chunk(2, -1)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from contraflow.dispatch import deepep_library as library
 from contraflow.dispatch import wire as w
-from contraflow.dispatch.base import Rows, check_pairs
+from contraflow.dispatch.base import Dispatch, Rows, check_pairs
 from contraflow.dispatch.exchange import Links, agree
 from contraflow.dispatch.group import GroupLinks
 from contraflow.dispatch.local import LocalDispatch, Places
@@ -90,7 +90,7 @@ class Adapter:
         return width
 
 
-class DeepEPDispatch(Adapter):
+class DeepEPDispatch(Adapter, Dispatch[Flight]):
     """See `Dispatch`; collective over all ranks of `links`, forward and backward, tokens or none.
 
     Args: `experts` over all ranks; `max_tokens` the most tokens a rank may ever bring, the same on all; `wire` the
@@ -151,7 +151,7 @@ class DeepEPDispatch(Adapter):
         return library.BufferPort(self._module, group, experts=experts, width=width, fixed_rows=rows)
 
 
-class PortDispatch:
+class PortDispatch(Dispatch[Flight]):
     """See `Dispatch`; over an opened port whose ranks hold `held` experts each, this one those from `first` on."""
 
     def __init__(self, port: library.Port, *, first: int, held: int, experts: int, width: int, wire: w.Wire) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from contraflow.dispatch import deepep_library as library
 from contraflow.dispatch import wire as w
-from contraflow.dispatch.base import Rows
+from contraflow.dispatch.base import Dispatch, Rows
 from contraflow.dispatch.deepep import Adapter, as_bf16, check_answers, merge_repeats, plain
 from contraflow.dispatch.exchange import Links
 from contraflow.dispatch.local import LocalDispatch, Places
@@ -38,7 +38,7 @@ class DecodeFlight:
     used: bool = False
 
 
-class DeepEPDecode(Adapter):
+class DeepEPDecode(Adapter, Dispatch[DecodeFlight]):
     """See `Dispatch`; collective over all ranks of `links`, tokens or none. Takes and raises as `DeepEPDispatch`."""
 
     def __init__(self, links: Links, *, experts: int, max_tokens: int | None, wire: w.Wire = "same") -> None:

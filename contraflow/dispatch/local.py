@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from contraflow.compiled import compiled
-from contraflow.dispatch.base import Rows, check_pairs, check_rows
+from contraflow.dispatch.base import Dispatch, Rows, check_pairs, check_rows
 from contraflow.errors import DispatchError
 
 
@@ -27,7 +27,7 @@ class Places:
     used: bool = False
 
 
-class LocalDispatch:
+class LocalDispatch(Dispatch[Places]):
     """All experts on this rank; `capacity` is the most rows of a call, None for as many as there are pairs.
 
     Invariant: `overflow` is true if and only if some call since the last `check_overflow` had more pairs than capacity.

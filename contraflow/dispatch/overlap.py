@@ -8,21 +8,18 @@ Shape letters as in `base`; N rows here.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from contraflow.dispatch import wire as w
-from contraflow.dispatch.base import Rows
+from contraflow.dispatch.base import Answer, Dispatch, Rows
 from contraflow.dispatch.hop import Hop, Trip
 from contraflow.dispatch.spread import Journey, SpreadDispatch
 from contraflow.errors import DispatchError
 
-Answer = Callable[[Rows[Any]], Tensor]  # the experts: rows in, weighted answers `[R, D]` out
 
-
-class OverlapDispatch:
+class OverlapDispatch(Dispatch[Journey]):
     """A hierarchical `SpreadDispatch`, and beside it `mix`, which does dispatch, experts and combine in one.
 
     Invariant: `mix` equals `combine(answer(dispatch(...)))` up to the order of additions.
@@ -47,9 +44,10 @@ class OverlapDispatch:
         """See `Dispatch.combine`."""
         return self.spread.combine(y_RD, handle)
 
-    @torch.no_grad()
     def mix(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, answer: Answer) -> Tensor:
-        """The mixture's output `[T, D]`. Collective. Not differentiable."""
+        """See `Dispatch.mix`. Overlapped where nothing is differentiated."""
+        if torch.is_grad_enabled():
+            return super().mix(x_TD, expert_ids_TK, weights_TK, answer)
         self.spread.check_inputs(x_TD, expert_ids_TK, weights_TK)
         own_TK = (expert_ids_TK >= 0) & self._own_E[expert_ids_TK.clamp_min(0)]
         near_TK, far_TK = torch.where(own_TK, expert_ids_TK, -1), torch.where(own_TK, -1, expert_ids_TK)

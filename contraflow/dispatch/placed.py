@@ -5,17 +5,15 @@ was given: what the next placement is made from. Routers, tapes and recorded rou
 as in `placement` and `base`.
 """
 
-from typing import Generic
-
 import torch
 from torch import Tensor
 
-from contraflow.dispatch.base import Dispatch, H, Rows, check_pairs
+from contraflow.dispatch.base import Answer, Dispatch, H, Rows, check_pairs
 from contraflow.dispatch.placement import Table, to_slots
 from contraflow.errors import DispatchError
 
 
-class Placed(Generic[H]):
+class Placed(Dispatch[H]):
     """One layer's dispatch. `rows.ends_E` counts slots, so the experts' weights must lie slot by slot.
 
     Args: `inner` carries to slots, as many as the placement has; `turn` the number of this rank; `device` that of the
@@ -38,16 +36,23 @@ class Placed(Generic[H]):
 
     def dispatch(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Rows[H]:
         """See `Dispatch.dispatch`; rows are sorted by slot. On a CPU ids out of range are refused."""
+        return self._inner.dispatch(x_TD, self._slots(x_TD, expert_ids_TK, weights_TK), weights_TK)
+
+    def mix(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, answer: Answer) -> Tensor:
+        """See `Dispatch.mix`; as the inner one does it."""
+        return self._inner.mix(x_TD, self._slots(x_TD, expert_ids_TK, weights_TK), weights_TK, answer)
+
+    def combine(self, y_RD: Tensor, handle: H) -> Tensor:
+        """See `Dispatch.combine`."""
+        return self._inner.combine(y_RD, handle)
+
+    def _slots(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         check_pairs(x_TD, expert_ids_TK, weights_TK)
         ids_N = expert_ids_TK.reshape(-1)
         if len(ids_N) and not ids_N.is_cuda:
             self._check_ids(*ids_N.aminmax())
         self.loads_E.scatter_add_(0, ids_N.clamp_min(0), (ids_N >= 0).to(torch.int64))
-        return self._inner.dispatch(x_TD, to_slots(expert_ids_TK, self.table, turn=self._turn), weights_TK)
-
-    def combine(self, y_RD: Tensor, handle: H) -> Tensor:
-        """See `Dispatch.combine`."""
-        return self._inner.combine(y_RD, handle)
+        return to_slots(expert_ids_TK, self.table, turn=self._turn)
 
     def _check_ids(self, low: Tensor, high: Tensor) -> None:
         experts = len(self.loads_E)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contraflow.dispatch.base import Rows, check_pairs, check_rows
+from contraflow.dispatch.base import Dispatch, Rows, check_pairs, check_rows
 from contraflow.errors import DispatchError
 
 
@@ -22,7 +22,7 @@ class Visits:
     used: bool = False
 
 
-class ReferenceDispatch:
+class ReferenceDispatch(Dispatch[Visits]):
     """One rank holding all experts. Invariant: a handle is combined at most once."""
 
     def __init__(self, num_experts: int) -> None:

@@ -27,7 +27,7 @@ class Part(Generic[H]):
     tokens: int
 
 
-class SplitTokens(Generic[H]):
+class SplitTokens(Dispatch[Part[H]]):
     """See `Dispatch`; collective over `exchange`, whose members must bring equal tokens, ids and weights."""
 
     def __init__(self, inner: Dispatch[H], exchange: Exchange) -> None:

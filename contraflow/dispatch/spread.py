@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from contraflow.dispatch import wire as w
-from contraflow.dispatch.base import Rows, check_pairs
+from contraflow.dispatch.base import Dispatch, Rows, check_pairs
 from contraflow.dispatch.exchange import Links, agree
 from contraflow.dispatch.hop import Hop, Trip
 from contraflow.dispatch.local import LocalDispatch, Places
@@ -38,7 +38,7 @@ class Journey:
     used: bool = False
 
 
-class SpreadDispatch:
+class SpreadDispatch(Dispatch[Journey]):
     """See `Dispatch`; collective over all ranks of `links`, forward and backward, tokens or none.
 
     Args: `experts` over all ranks; `wire` the precision of tokens on their way out; `max_tokens` the most tokens a rank

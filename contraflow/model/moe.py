@@ -65,8 +65,7 @@ class MoE(nn.Module):
     def forward(self, x_TD: Tensor, tape: Tape | None) -> Tensor:
         """`[T, D]` -> `[T, D]`, the sum of each token's experts by router weight."""
         ids_TK, weights_TK = self.router(x_TD, tape)
-        rows = self.dispatch.dispatch(x_TD, ids_TK, weights_TK)
-        out_TD = self.dispatch.combine(cast(self.answers(rows), x_TD.dtype), rows.handle)
+        out_TD = self.dispatch.mix(x_TD, ids_TK, weights_TK, self.answers)
         return out_TD if self.shared is None else out_TD + self.shared(x_TD, None)
 
     def expert_parameters(self) -> dict[str, nn.Parameter]:
@@ -74,9 +73,9 @@ class MoE(nn.Module):
         return {name: weight for name, weight in self.named_parameters(recurse=False) if name in EXPERTS}
 
     def answers(self, rows: Rows[Any]) -> Tensor:
-        """Each row's expert's answer, times the row's weight."""
+        """Each row's expert's answer, times the row's weight: `[R, D]`, of the rows' dtype."""
         if not self.fuse or self.down_bias is not None:  # a bias behind the last matmul needs its weight there
-            return self.experts(rows.x_RD, rows.ends_E) * rows.weights_R.unsqueeze(1)
+            return cast(self.experts(rows.x_RD, rows.ends_E) * rows.weights_R.unsqueeze(1), rows.x_RD.dtype)
         x_RD, ends_E = rows.x_RD, rows.ends_E
         gate_up_RF = F.grouped_mm(x_RD, computed(self.gate_up, x_RD.dtype).mT, offs=ends_E)
         hidden_RF = compiled(weighted_swiglu)(gate_up_RF, rows.weights_R)
