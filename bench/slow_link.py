@@ -178,7 +178,7 @@ def rollout(options: argparse.Namespace, form: str, meetings: Meetings) -> Row |
     made: list[Decoder] = []
 
     def part(mesh: Mesh) -> Decoder:
-        made.append(load_part(Path(options.model), mesh))
+        made.append(load_part(Path(options.model), mesh, section))
         return made[0]
 
     meeting = Rendezvous(options.rank, RANKS, meetings.next())

@@ -20,6 +20,7 @@ from contraflow.dispatch.local import LocalDispatch
 from contraflow.model.attention import Attention, PagedPlan, Plan
 from contraflow.model.cache import KVCache
 from contraflow.model.decoder import Decoder
+from contraflow.model.moe import MoE
 from contraflow.model.router import RouterTape
 from contraflow.rollout.rowcache import RowCache, RowPlan
 from contraflow.rollout.rows import GREEDY, LENGTH, NOISE, POSITION, SCALE, SLOT, TOKEN, DecodeRows
@@ -71,7 +72,8 @@ class Passes:
             for host in (self.rows.numbers, self.rows.tables, self.rows.reals)
         ]
         self._batches: dict[int, tuple[tuple[Tensor, ...], Tensor, tuple[Tensor, ...]]] = {}
-        if self.device.type != "cpu" and config.experts:
+        mixtures = [module for module in decoder.modules() if isinstance(module, MoE)]
+        if self.device.type != "cpu" and all(isinstance(mixture.dispatch, LocalDispatch) for mixture in mixtures):
             # The exact form reads a count on the host; the fixed form has a row for each pair, so none is lost.
             decoder.use_dispatch(LocalDispatch(config.experts, capacity=1 << 40))
         self.near: RowCache | None = None

@@ -28,6 +28,7 @@ from contraflow.parallel.spread import cut_decoder, settle
 from contraflow.rollout.core import EngineCore
 from contraflow.rollout.follow import follow
 from contraflow.rollout.gang import GangCore, GangEngine
+from contraflow.rollout.passes import bucket
 from contraflow.rollout.settle import StarPeers
 from contraflow.rollout.star import Star, open_star
 from contraflow.runtime.base import Host, Rendezvous
@@ -75,13 +76,13 @@ def join_ranks(
 
 def load_rank(section: EngineSection, folder: Path, rendezvous: Rendezvous, *, clock: Clock) -> Rank:
     """Join the engine's ranks with this rank's part of a model folder. Collective. Also raises ModelError."""
-    return join_ranks(section, rendezvous, lambda mesh: load_part(folder, mesh), clock=clock)
+    return join_ranks(section, rendezvous, lambda mesh: load_part(folder, mesh, section), clock=clock)
 
 
-def load_part(folder: Path, mesh: Mesh) -> Decoder:
+def load_part(folder: Path, mesh: Mesh, section: EngineSection) -> Decoder:
     """What this rank computes with, in fp32, read without reading the rest. Raises ModelError, ConfigError."""
     config = read_config(folder)
-    decoder = empty_part(config, mesh)
+    decoder = empty_part(config, mesh, section)
     cuts, table, whole = shards(config, mesh.parallel, mesh.here), parts(config), shapes(config)
     with open_folder(folder) as files, torch.no_grad():
         for name, parameter in decoder.named_parameters():
@@ -89,11 +90,16 @@ def load_part(folder: Path, mesh: Mesh) -> Decoder:
     return decoder
 
 
-def empty_part(config: ModelConfig, mesh: Mesh) -> Decoder:
+def empty_part(config: ModelConfig, mesh: Mesh, section: EngineSection) -> Decoder:
     """See `load_part`: in place, but not filled."""
-    decoder = cut_decoder(config, mesh)
+    decoder = cut_decoder(config, mesh, max_tokens=most_tokens(section))
     settle(decoder, mesh.device)
     return decoder
+
+
+def most_tokens(section: EngineSection) -> int:
+    """The most tokens that one pass of a rank feeds, a probe of one context's length included."""
+    return max(section.prefill_tokens, bucket(section.max_sequences), section.context_tokens)
 
 
 def _read(files: TensorFiles, there: list[Part], whole: Shape, shard: Shard | None) -> Tensor:

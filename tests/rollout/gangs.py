@@ -62,7 +62,7 @@ def join(spec: Spec, rendezvous: Rendezvous) -> Rank:
 
     def part(mesh: Mesh) -> Decoder:
         whole = new_decoder(spec.config, seed=spec.seed, std=spec.std).state_dict()
-        decoder = empty_part(spec.config, mesh)
+        decoder = empty_part(spec.config, mesh, spec.section)
         cuts = shards(spec.config, mesh.parallel, mesh.here)
         decoder.load_state_dict({name: cut(tensor, cuts[name]) for name, tensor in whole.items()})
         if rendezvous.rank == spec.turned:
