@@ -25,7 +25,7 @@ from contraflow.model.families import ModelConfig
 from contraflow.model.kinds import FAMILIES
 from contraflow.model.ops import cast, linear, rms_norm
 from contraflow.model.rotary import Rotation, rotate
-from contraflow.model.sinks import Sight, flash_with_sinks, hidden, sink_attention
+from contraflow.model.sinks import Packing, Sight, flash_with_sinks, hidden, sink_attention
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 # torch 2.11's flash attention takes fewer key/value heads as they are; later ones want to be told.
@@ -150,7 +150,8 @@ class PackedPlan:
         if q_THd.is_cuda and self.tokens and q_THd.dtype in FLASH_DTYPES and q_THd.shape[-1] % 8 == 0:
             starts, longest = self._starts_S1, self.longest
             if sight is not None:
-                return flash_with_sinks(q_THd, k_TGd, v_TGd, starts, longest, sight)
+                packing = Packing(starts, longest)
+                return flash_with_sinks(q_THd, k_TGd, v_TGd, packing, packing, sight)
             flat = varlen_attn(q_THd, k_TGd, v_TGd, starts, starts, longest, longest, window_size=(-1, 0), **FLASH_GQA)
             assert isinstance(flat, Tensor)  # it is a pair only when more is asked for
             return flat
@@ -189,11 +190,15 @@ def _rows(
         if sight is None:
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         else:
-            places = torch.arange(width, device=q.device)
-            mask_11QL = _additive(hidden(places[:, None], places, sight.window), q.dtype)[None, None]
-            o = sink_attention(q, k, v, mask_11QL, sight.sinks_H)
+            o = sink_attention(q, k, v, windowed(width, width, sight.window, q.device, q.dtype), sight.sinks_H)
         out.append(o.transpose(1, 2).flatten(0, 1))
     return out[0] if len(out) == 1 else torch.cat(out)
+
+
+def windowed(keys: int, queries: int, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Additive mask `[1, 1, Q, L]` of the last `queries` of `keys` tokens of one sequence."""
+    places = torch.arange(keys, device=device)
+    return _additive(hidden(places[keys - queries :, None], places, window), dtype)[None, None]
 
 
 def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:

@@ -51,12 +51,22 @@ def sink_attention(q_BHQd: Tensor, k_BGLd: Tensor, v_BGLd: Tensor, mask_B1QL: Te
     return o.reshape(batch, heads, queries, d)
 
 
+class Packing(NamedTuple):
+    """Where sequences begin in what is packed end to end, int32 `[S + 1]`, and how long the longest is."""
+
+    starts_S1: Tensor
+    longest: int
+
+
 def flash_with_sinks(
-    q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, starts_S1: Tensor, longest: int, sight: Sight
+    q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, queries: Packing, keys: Packing, sight: Sight
 ) -> Tensor:
-    """Packed sequences by flash attention: CUDA, half precision, d a multiple of 8; memory grows with T only."""
+    """Packed sequences by flash attention: CUDA, half precision, d a multiple of 8; memory grows with T only.
+
+    A sequence may have fewer queries than keys: they are its last.
+    """
     left = -1 if sight.window is None else sight.window - 1
-    o_THd: Tensor = _Flash.apply(q_THd, k_TGd, v_TGd, sight.sinks_H, starts_S1, longest, left)  # type: ignore[no-untyped-call]
+    o_THd: Tensor = _Flash.apply(q_THd, k_TGd, v_TGd, sight.sinks_H, queries, keys, left)  # type: ignore[no-untyped-call]
     return o_THd
 
 
@@ -67,24 +77,25 @@ class _Flash(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor, starts: Tensor, longest: int, left: int
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor, queries: Packing, keys: Packing, left: int
     ) -> Tensor:
+        starts, longest = (queries.starts_S1, keys.starts_S1), (queries.longest, keys.longest)
         flat, sums_HT, ctx.state, ctx.offset, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, starts, starts, longest, longest, 0.0, left < 0, False, window_size_left=left, window_size_right=0
+            q, k, v, *starts, *longest, 0.0, left < 0, False, window_size_left=left, window_size_right=0
         )
         over_HT = sinks_H.float().unsqueeze(1) - sums_HT
         out: Tensor = flat * over_HT.neg().sigmoid().t().unsqueeze(-1).to(flat.dtype)
-        ctx.save_for_backward(q, k, v, out, sums_HT + F.softplus(over_HT), sinks_H, starts)
+        ctx.save_for_backward(q, k, v, out, sums_HT + F.softplus(over_HT), sinks_H, *starts)
         ctx.longest, ctx.left = longest, left
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, sums_HT, sinks_H, starts = ctx.saved_tensors
+        q, k, v, out, sums_HT, sinks_H, *starts = ctx.saved_tensors
         left, longest = ctx.left, ctx.longest
         grad = grad.contiguous()
         grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, sums_HT, starts, starts, longest, longest, 0.0, left < 0, ctx.state, ctx.offset,
+            grad, q, k, v, out, sums_HT, *starts, *longest, 0.0, left < 0, ctx.state, ctx.offset,
             window_size_left=left, window_size_right=0,
         )  # fmt: skip
         along_HT = (grad.float() * out.float()).sum(-1).t()

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 
 from contraflow.errors import ModelError
-from contraflow.model.attention import FLASH_DTYPES, FLASH_GQA
-from contraflow.model.sinks import Sight
+from contraflow.model.attention import FLASH_DTYPES, FLASH_GQA, windowed
+from contraflow.model.sinks import Packing, Sight, flash_with_sinks, sink_attention
 from contraflow.types import Batch, Int64
 
 
@@ -116,11 +116,9 @@ class ContextPlan:
         place_T = np.argsort(np.concatenate(tokens_by_rank))  # where each token is among the gathered
         seen = [place_T[starts[p.sequence] : starts[p.sequence] + p.end] for p in mine]
         self._place_K = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *seen])).to(device)
-        self._ends_q, self._ends_k = (
-            torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=device)
-            for sizes in (self._queries, self._keys)
-        )
-        self._masks: list[Tensor | None] | None = None
+        self._packings = [_packing(sizes, device) for sizes in (self._queries, self._keys)]
+        self._causal: list[Tensor | None] | None = None  # masks are made once for all layers, and only where needed
+        self._windowed: dict[int | None, list[Tensor]] = {}
 
     @property
     def tokens(self) -> int:
@@ -132,36 +130,51 @@ class ContextPlan:
         return self
 
     def attend(self, q_RHd: Tensor, k_RGd: Tensor, v_RGd: Tensor, sight: Sight | None = None) -> Tensor:
-        """See `model.attention.attend`; for the tokens held here. Raises: ModelError for sinks and windows."""
-        if sight is not None:
-            raise ModelError("attention sinks and sliding windows are not spread over context ranks; use cp = 1")
+        """See `model.attention.attend`; for the tokens held here."""
         kv_TGd: Tensor = _Gather.apply(torch.cat((k_RGd, v_RGd), 1), self._counts, self._exchange)  # type: ignore[no-untyped-call]
         k_KGd, v_KGd = kv_TGd.index_select(0, self._place_K).chunk(2, 1)
-        if not self._queries:
-            return q_RHd + k_KGd.sum()  # of nothing: only so that the backward pass comes by and gives others theirs
+        if not self._queries:  # nothing, but of all it would be made of: others wait for this rank's backward pass
+            unmoved = k_KGd.sum()
+            return q_RHd + (unmoved if sight is None else unmoved + sight.sinks_H.sum())
         if q_RHd.is_cuda and q_RHd.dtype in FLASH_DTYPES and q_RHd.shape[-1] % 8 == 0:
-            longest_q, longest_k, causal = max(self._queries), max(self._keys), (-1, 0)
-            ends_q, ends_k = self._ends_q, self._ends_k
-            o_RHd = varlen_attn(
-                q_RHd, k_KGd, v_KGd, ends_q, ends_k, longest_q, longest_k, window_size=causal, **FLASH_GQA
-            )
-            assert isinstance(o_RHd, Tensor)  # it is a pair only when more is asked for
-            return o_RHd
-        return self._piece_by_piece(q_RHd, k_KGd, v_KGd)
-
-    def _piece_by_piece(self, q_RHd: Tensor, k_KGd: Tensor, v_KGd: Tensor) -> Tensor:
-        if self._masks is None:  # made once for all layers, and only where they are used
-            self._masks = [
-                _ends_together(*sizes, q_RHd.device) for sizes in zip(self._queries, self._keys, strict=True)
-            ]
+            return self._flash(q_RHd, k_KGd, v_KGd, sight)
         parts = zip(q_RHd.split(self._queries), k_KGd.split(self._keys), v_KGd.split(self._keys), strict=True)
-        out = []
-        for qkv, mask in zip(parts, self._masks, strict=True):
-            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in qkv)
-            grouped = q.shape[1] != k.shape[1]
-            o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
-            out.append(o.squeeze(0).transpose(0, 1))
-        return torch.cat(out)
+        rows = [[x.transpose(0, 1).unsqueeze(0) for x in qkv] for qkv in parts]
+        out = self._plain(rows) if sight is None else self._with_sinks(rows, sight)
+        return torch.cat([o.squeeze(0).transpose(0, 1) for o in out])
+
+    def _flash(self, q_RHd: Tensor, k_KGd: Tensor, v_KGd: Tensor, sight: Sight | None) -> Tensor:
+        """Where a piece has fewer queries than keys, flash attention takes them for its last."""
+        queries, keys = self._packings
+        if sight is not None:
+            return flash_with_sinks(q_RHd, k_KGd, v_KGd, queries, keys, sight)
+        starts, longest = (queries.starts_S1, keys.starts_S1), (queries.longest, keys.longest)
+        o_RHd = varlen_attn(q_RHd, k_KGd, v_KGd, *starts, *longest, window_size=(-1, 0), **FLASH_GQA)
+        assert isinstance(o_RHd, Tensor)  # it is a pair only when more is asked for
+        return o_RHd
+
+    def _plain(self, rows: list[list[Tensor]]) -> list[Tensor]:
+        if self._causal is None:
+            self._causal = [_ends_together(q.shape[2], k.shape[2], q.device) for q, k, _ in rows]
+        return [
+            F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            for (q, k, v), mask in zip(rows, self._causal, strict=True)
+        ]
+
+    def _with_sinks(self, rows: list[list[Tensor]], sight: Sight) -> list[Tensor]:
+        if sight.window not in self._windowed:
+            self._windowed[sight.window] = [
+                windowed(k.shape[2], q.shape[2], sight.window, q.device, q.dtype) for q, k, _ in rows
+            ]
+        masks = self._windowed[sight.window]
+        return [sink_attention(q, k, v, mask, sight.sinks_H) for (q, k, v), mask in zip(rows, masks, strict=True)]
+
+
+def _packing(sizes: list[int], device: torch.device | str) -> Packing:
+    ends = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=device)
+    return Packing(ends, max(sizes, default=0))
 
 
 def _ends_together(queries: int, keys: int, device: torch.device) -> Tensor | None:

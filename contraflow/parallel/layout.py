@@ -130,10 +130,6 @@ def check_fit(config: ModelConfig, parallel: Parallel) -> None:
     if parallel.tp > 1 and (config.latent is not None or FAMILIES[config.family].oss):
         what = "attention sinks" if config.latent is None else "latent attention"
         wrong.append(f"tp = {parallel.tp}: {what} ({config.family}) is not cut by heads; use tp = 1, with dp, ep or pp")
-    if parallel.cp > 1 and FAMILIES[config.family].oss:
-        wrong.append(
-            f"cp = {parallel.cp}: attention sinks and windows ({config.family}) need whole sequences; use cp = 1"
-        )
     if parallel.pp > 1 and config.tied:
         wrong.append("pp > 1: the model ties its head to the embedding, which would lie on two stages")
     if wrong:

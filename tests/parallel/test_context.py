@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from contraflow.errors import ModelError
-from contraflow.model.attention import PackedPlan
+from contraflow.model.attention import LayerPlan, PackedPlan
 from contraflow.model.decoder import new_decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.router import RouterTape
@@ -78,25 +78,35 @@ def test_short_sequences_are_spread_over_ranks() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(lengths=LENGTHS, ranks=RANKS, seed=st.integers(0, 99))
-def test_attention_and_its_gradients_are_those_of_one_rank(lengths: list[int], ranks: int, seed: int) -> None:
+@given(lengths=LENGTHS, ranks=RANKS, seed=st.integers(0, 99), sinks=st.booleans(), window=st.sampled_from([None, 1, 4]))
+def test_attention_and_its_gradients_are_those_of_one_rank(
+    lengths: list[int], ranks: int, seed: int, sinks: bool, window: int | None
+) -> None:
     starts, noise = starts_of(lengths), torch.Generator().manual_seed(seed)
     q, k, v, pull = (torch.randn(sum(lengths), heads, 4, generator=noise).double() for heads in (4, 2, 2, 4))
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    wanted = PackedPlan(starts).attend(*whole)
+    sinks_H = torch.randn(4, generator=noise).double()
+
+    def attend(plan: LayerPlan, leaves: list[Tensor]) -> Tensor:
+        return plan.attend(*leaves[:3], Sight(leaves[3], window)) if sinks else plan.attend(*leaves[:3])
+
+    whole = [x.clone().requires_grad_() for x in (q, k, v, sinks_H)]
+    wanted = attend(PackedPlan(starts), whole)
     wanted_grads = torch.autograd.grad(wanted, whole, pull, materialize_grads=True)
 
     def work(exchange: ThreadExchange) -> list[Tensor]:
         here = torch.from_numpy(held(starts, ranks, exchange.place))
-        mine = [x[here].requires_grad_() for x in (q, k, v)]
+        mine = [*(x[here].requires_grad_() for x in (q, k, v)), sinks_H.clone().requires_grad_()]
         plan = ContextPlan(starts, exchange)
         assert plan.tokens == len(here)
-        out = plan.layer(0).attend(*mine)
-        return [here, out.detach(), *torch.autograd.grad(out, mine, pull[here])]
+        out = attend(plan.layer(0), mine)
+        return [here, out.detach(), *torch.autograd.grad(out, mine, pull[here], materialize_grads=True)]
 
-    for here, *found in on_ranks(ranks, work):
-        for part, of in zip(found, (wanted, *wanted_grads), strict=True):
+    by_rank = on_ranks(ranks, work)
+    *wanted_parts, wanted_sinks = (wanted, *wanted_grads)
+    for here, *found, _ in by_rank:
+        for part, of in zip(found, wanted_parts, strict=True):
             torch.testing.assert_close(part, of[here], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(sum(parts[-1] for parts in by_rank), wanted_sinks, rtol=1e-12, atol=1e-12)
 
 
 def test_a_sequence_without_tokens_is_refused() -> None:
@@ -163,9 +173,3 @@ def test_losses_gradients_and_loads_of_all_ranks_add_up_to_those_of_one(
     parts = on_ranks(ranks, lambda exchange: outcome(share(batch, ranks, exchange.place), exchange))
     for wanted, *found in zip(whole, *parts, strict=True):
         torch.testing.assert_close(sum(found), wanted, rtol=1e-5, atol=1e-5)
-
-
-def test_sinks_and_windows_are_refused_by_name() -> None:
-    plan = ContextPlan([0, 3], ThreadExchange(0, [[]], Barrier(1)))
-    with pytest.raises(ModelError, match="sinks and sliding windows"):
-        plan.attend(torch.ones(3, 2, 4), torch.ones(3, 1, 4), torch.ones(3, 1, 4), Sight(torch.ones(2), None))

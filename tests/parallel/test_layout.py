@@ -83,7 +83,6 @@ def test_experts_of_every_family_are_cut_and_the_rest_is_whole(name: str) -> Non
     [
         ("deepseek_v3", {"tp": 2}, r"tp = 2: latent attention \(deepseek_v3\) is not cut by heads"),
         ("gpt_oss", {"tp": 2}, "tp = 2: attention sinks"),
-        ("gpt_oss", {"cp": 2}, "cp = 2: attention sinks"),
     ],
 )
 def test_attention_that_cannot_be_spread_is_refused(name: str, wanted: dict[str, int], said: str) -> None:
