@@ -15,8 +15,10 @@ from typing import Any, TextIO
 
 from contraflow.buffer.service import Buffer, make_buffer
 from contraflow.config import Recipe, recipe_toml
-from contraflow.errors import ContraflowError, RunFolderError
+from contraflow.errors import ConfigError, ContraflowError, RunFolderError
 from contraflow.model.builtin import model_folder
+from contraflow.model.folder import read_config
+from contraflow.parallel.layout import check_fit
 from contraflow.rollout.preflight import check_tasks
 from contraflow.rollout.worker import RolloutWorker, make_rollout_rank, make_rollout_worker
 from contraflow.runtime import open_runtime
@@ -80,6 +82,7 @@ async def open_system(recipe: Recipe, folder: Path, *, resume: bool, clock: Cloc
     Raises: RunFolderError (in use, not empty, or nothing to resume), and whatever a part raised while it started.
     """
     await check_tasks(recipe, model_folder(recipe.model.folder))
+    check_layouts(recipe)
     if resume and not (folder / "recipe.toml").is_file():
         raise RunFolderError(f"{folder} holds no run to resume; leave --resume out to start one")
     with _locked(folder, resume=resume):
@@ -97,6 +100,16 @@ async def open_system(recipe: Recipe, folder: Path, *, resume: bool, clock: Cloc
             raise
         else:
             await runtime.close()
+
+
+def check_layouts(recipe: Recipe) -> None:
+    """Raise ConfigError, naming the section and the sizes, unless the model can be spread as the recipe wants it."""
+    model = read_config(model_folder(recipe.model.folder))
+    for section, parallel in (("train", recipe.train.parallel), ("engine", recipe.engine.parallel)):
+        try:
+            check_fit(model, parallel)
+        except ConfigError as fault:
+            raise ConfigError(f"{section}.parallel: {fault}") from None
 
 
 async def _start(recipe: Recipe, folder: Path, runtime: Runtime, *, resume: bool) -> System:

@@ -5,13 +5,17 @@ collective: all ranks call it, in the same order, with the same shapes where a s
 Shape letters: B micro-batches of an update, N trained tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from contraflow.dispatch.domains import Topology
+from contraflow.dispatch.group import GroupLinks
+from contraflow.errors import TrainingError
 from contraflow.parallel.mesh import Mesh
 
 T = TypeVar("T")
@@ -37,6 +41,33 @@ class Team:
     def staged(self) -> bool:
         """Whether some layers are on other ranks."""
         return self.mesh is not None and self.mesh.parallel.pp > 1
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A stretch of work in which ranks wait for each other: all enter it, for the same purpose.
+
+        Raises: WorkerDied, naming them, when ranks do not enter, or fall silent later; TrainingError when some are at
+        something else.
+        """
+        if self.mesh is None:
+            yield
+            return
+        circle = GroupLinks(
+            self.mesh.world,
+            topology=Topology((0,) * self.mesh.parallel.ranks),  # nobody counts these bytes
+            device=self.mesh.device,
+            store=self.mesh.store,
+            deadline_s=self.mesh.parallel.deadline_s,
+        )
+        for rank, theirs in enumerate(circle.gather(what)):
+            if theirs != what:
+                raise TrainingError(f"rank {circle.rank} is at {what}, rank {rank} at {theirs}: calls went astray")
+        try:
+            yield
+        except RuntimeError as fault:
+            if not isinstance(fault, dist.DistError) and "gloo" not in str(fault):
+                raise
+            raise circle.fallen(what, fault) from fault
 
     def mine(self, everybody: Sequence[T]) -> list[T]:
         """This rank's share of a list that all ranks have alike; its length is a multiple of `shares`."""

@@ -104,6 +104,27 @@ class Learner:
         A step that could not be applied publishes the weights of before. Raises TrainingError when `groups` are not
         those of the take or a bad batch cannot be written aside, CarrierError or BlobError when publishing fails.
         """
+        with self._crew.team.together(f"step {take.step}"):
+            return self._learn(take, groups)
+
+    def publish(self, n: int) -> Manifest | None:
+        """Publish the weights as they are, as version `n` of this line; its manifest on rank 0."""
+        with self._crew.team.together(f"publishing version {n}"):
+            return self._publish(n)
+
+    def save(self, step: int) -> Path:
+        """A cut of the state before step `step`; gives its folder. Raises CheckpointError."""
+        with self._crew.team.together(f"saving before step {step}"):
+            return self._save(step)
+
+    def close(self) -> None:
+        """Remove the published versions and close the journal."""
+        if self._journal is not None:
+            self._journal.close()
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def _learn(self, take: Take, groups: Sequence[Group]) -> StepReport | None:
         before = self.account.seconds()
         with self.account.charge("batch"):
             by_group = samples(groups, take.groups, advantages=self._loss.advantages)
@@ -113,7 +134,7 @@ class Learner:
             with self.account.charge("record"):
                 bad_batch = self._set_aside(take.step, outcome) if outcome.fault else ""
                 self._record(self._journal, groups, take.step)
-        manifest = self.publish(take.step + 1)
+        manifest = self._publish(take.step + 1)
         self.steps += 1
         self.refused += bool(outcome.fault)
         if manifest is None:
@@ -129,8 +150,7 @@ class Learner:
             seconds={cause: after[cause] - before.get(cause, 0.0) for cause in after},
         )
 
-    def publish(self, n: int) -> Manifest | None:
-        """Publish the weights as they are, as version `n` of this line; its manifest on rank 0."""
+    def _publish(self, n: int) -> Manifest | None:
         with self.account.charge("publish"):
             logprobs = self._crew.probe_logprobs(self._spread.decoder, self._prompts)
             probe = as_probe(self._prompts, logprobs, self._weights.probe_tolerance)
@@ -145,8 +165,7 @@ class Learner:
                 chunk_bytes=self._weights.chunk_bytes,
             )
 
-    def save(self, step: int) -> Path:
-        """A cut of the state before step `step`; gives its folder. Raises CheckpointError."""
+    def _save(self, step: int) -> Path:
         cut = checkpoint.Cut(
             line=self._place.line,
             step=step,
@@ -164,13 +183,6 @@ class Learner:
                 companions=Path(self._place.model_folder),
                 keep=self._train.keep_checkpoints,
             )
-
-    def close(self) -> None:
-        """Remove the published versions and close the journal."""
-        if self._journal is not None:
-            self._journal.close()
-        if self._publisher is not None:
-            self._publisher.close()
 
     def _set_aside(self, step: int, outcome: Outcome) -> str:
         path = self._run / "bad_batches" / f"line-{self._place.line}-step-{step}.npz"

@@ -123,11 +123,12 @@ class Optimizer:
         mine, spread = self.moments(), self._spread
         if spread is None or spread.mesh is None:
             yield from mine.items()
-        elif self.updates:
-            for name in spread.shapes:
-                yield f"{name}:step", torch.tensor(float(self.updates)) if spread.mesh.first else None
-                for key in ("exp_avg", "exp_avg_sq"):
-                    yield f"{name}:{key}", spread.gather(name, mine.get(f"{name}:{key}"))
+            return
+        moved = {name for names in self._team.words(" ".join(self._moved())) for name in names.split()}
+        for name in filter(moved.__contains__, spread.shapes):
+            yield f"{name}:step", torch.tensor(float(self.updates)) if spread.first else None
+            for key in ("exp_avg", "exp_avg_sq"):
+                yield f"{name}:{key}", spread.gather(name, mine.get(f"{name}:{key}"))
 
     def load(self, moments: Mapping[str, Tensor], updates: int) -> None:
         """Go on from saved moments of what this rank holds (copied).
@@ -156,6 +157,9 @@ class Optimizer:
             for name, parameter in self._named.items():
                 parameter.copy_(before.parameters[name])
         self.load(before.moments, before.updates)
+
+    def _moved(self) -> list[str]:
+        return [name for name, parameter in self._named.items() if parameter in self._adamw.state]
 
     def _norm(self) -> Tensor:
         """Of the whole gradient, whichever ranks hold it."""

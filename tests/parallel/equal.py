@@ -103,7 +103,6 @@ class Seen(NamedTuple):
     loads: list[Any]
     gradient: dict[str, Tensor | None]  # of the first update, after clipping
     weights: dict[str, Tensor | None]
-    moments: dict[str, Tensor | None]
 
 
 def three_updates(spread: Spread, *, counts: Sequence[int] = (9, 1, 14), budget: int = 40) -> Seen:
@@ -128,7 +127,6 @@ def three_updates(spread: Spread, *, counts: Sequence[int] = (9, 1, 14), budget:
         loads=[None if one.loads_ME is None else one.loads_ME.tolist() for one in done],
         gradient=gradient,
         weights=dict(spread.tensors()),
-        moments={},
     )
 
 

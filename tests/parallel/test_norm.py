@@ -1,0 +1,117 @@
+"""The gradient's norm is that of the whole model, wherever its parts lie; and a rank that stays away is named."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from contraflow.config import Parallel, Train
+from contraflow.errors import ContraflowError, TrainingError
+from contraflow.parallel.data import local
+from contraflow.parallel.mesh import open_mesh
+from contraflow.parallel.pieces import take
+from contraflow.parallel.spread import Spread, load_spread
+from contraflow.parallel.team import Team
+from contraflow.train.optimizer import Optimizer
+from tests.dispatch import gloo
+from tests.parallel.equal import difference, make_folder
+
+TRAIN = Train(learning_rate=1e-3, warmup_updates=0, clip_norm=0.5, weight_decay=0.1)
+DOMINANT = ("layers.0.mlp.gate_up", 5)  # the gradient of one expert outweighs everything else
+
+
+def gradient(spread: Spread, name: str, spoiled: str = "") -> torch.Tensor:
+    """A whole one, the same on every rank."""
+    noise = torch.Generator().manual_seed(sum(map(ord, name)))
+    whole = torch.randn(spread.shapes[name], generator=noise) * 1e-3
+    if name == DOMINANT[0]:
+        whole[DOMINANT[1]] *= 1e6
+    if name == spoiled:
+        whole[-1].fill_(math.inf)
+    return whole
+
+
+def fill(spread: Spread, spoiled: str = "") -> None:
+    for name, parameter in spread.decoder.named_parameters():
+        whole = gradient(spread, name, spoiled)
+        parameter.grad = torch.zeros_like(parameter)
+        local(parameter.grad).copy_(whole if spread.mesh is None else take(whole, spread.pieces[name]))
+
+
+def applied(spread: Spread) -> tuple[float, dict[str, Any], str, dict[str, Any]]:
+    """Norm and weights after one update; what is said of a gradient with an infinity in one expert, and the weights."""
+    optimizer = Optimizer(spread.decoder, TRAIN, spread)
+    fill(spread)
+    norm = optimizer.apply().grad_norm
+    moved = {name: None if whole is None else whole.clone() for name, whole in spread.tensors()}
+    fill(spread, "layers.1.mlp.down")
+    with pytest.raises(TrainingError) as fault:
+        optimizer.apply()
+    return norm, moved, str(fault.value), dict(spread.tensors())
+
+
+def on_ranks(store: Any, rank: int, layouts: list[Parallel], folder: Path, meeting: Path) -> list[Any]:
+    dist.destroy_process_group()
+    found = []
+    for place, parallel in enumerate(layouts):
+        with open_mesh(parallel, rank=rank, init_method=f"file://{meeting}/{place}") as mesh:
+            found.append(applied(load_spread(folder, mesh)))
+    return found
+
+
+def test_one_dominant_expert_clips_the_whole_model_alike_on_every_rank(tmp_path: Path) -> None:
+    layouts = [Parallel(dp=2), Parallel(dp=2, ep=2), Parallel(tp=2, ep=2), Parallel(tp=2), Parallel(pp=2)]
+    folder = make_folder("olmoe", tmp_path)
+    one = load_spread(folder, None)
+    exact = math.sqrt(sum(float(gradient(one, name).double().square().sum()) for name in one.shapes))
+    norm, moved, fault, _ = applied(one)
+    assert norm == pytest.approx(exact, rel=1e-6)
+    assert fault == "the gradient of 'layers.1.mlp.down' is not finite (norm inf)"
+    by_rank = gloo.run(on_ranks, 2, tmp_path, layouts, folder, tmp_path)
+    for place, layout in enumerate(layouts):
+        for found in (answers[place] for answers in by_rank):
+            assert found[0] == pytest.approx(exact, rel=1e-6), layout
+            assert found[2] == fault, layout  # every rank refuses, whoever holds the bad one
+        _, weights, _, after = by_rank[0][place]
+        assert all(difference(weights[name], whole) <= 1e-6 for name, whole in moved.items()), layout
+        assert all(torch.equal(after[name], weights[name]) for name in weights), layout
+
+
+def astray(store: Any, rank: int, meeting: Path) -> list[str]:
+    """What rank 0 hears when the other does something else, falls silent inside, and does not come at all."""
+    dist.destroy_process_group()
+    heard = []
+    with open_mesh(Parallel(dp=2, deadline_s=1.0), rank=rank, init_method=f"file://{meeting}/meet") as mesh:
+        team = Team(mesh)
+        try:
+            with team.together("step 3" if rank == 0 else "step 4"):
+                pass
+        except ContraflowError as fault:
+            heard.append(str(fault))
+        if rank == 1:
+            with team.together("step 5"):
+                store.wait(["done"])
+            return heard
+        try:
+            with team.together("step 5"):
+                team.sum(torch.ones(1))
+        except ContraflowError as fault:
+            heard.append(str(fault))
+        try:
+            with team.together("step 6"):
+                pass
+        except ContraflowError as fault:
+            heard.append(str(fault))
+        store.set("done", "")
+    return heard
+
+
+def test_a_rank_that_is_astray_silent_or_away_is_named(tmp_path: Path) -> None:
+    heard, told = gloo.run(astray, 2, tmp_path, tmp_path)
+    assert heard[0] == "rank 0 is at step 3, rank 1 at step 4: calls went astray"
+    assert told[0] == "rank 1 is at step 4, rank 0 at step 3: calls went astray"
+    assert "'rank 1' died: took no part in step 5" in heard[1]
+    assert "'rank 1' died" in heard[2]
