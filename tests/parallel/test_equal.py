@@ -9,6 +9,7 @@ from contraflow.config import Parallel
 from tests.dispatch import gloo
 from tests.parallel.equal import MODELS, alone, difference, make_folder, on_ranks
 
+pytestmark = pytest.mark.timeout(300)  # several processes; on a busy machine they wait for each other
 TWO = [Parallel(dp=2), Parallel(dp=2, ep=2), Parallel(tp=2), Parallel(tp=2, ep=2)]
 FOUR = [
     Parallel(dp=4),

@@ -19,6 +19,7 @@ from contraflow.train.optimizer import Optimizer
 from tests.dispatch import gloo
 from tests.parallel.equal import difference, make_folder
 
+pytestmark = pytest.mark.timeout(300)  # several processes; on a busy machine they wait for each other
 TRAIN = Train(learning_rate=1e-3, warmup_updates=0, clip_norm=0.5, weight_decay=0.1)
 DOMINANT = ("layers.0.mlp.gate_up", 5)  # the gradient of one expert outweighs everything else
 

@@ -24,6 +24,7 @@ from contraflow.train.update import Updater
 from tests.dispatch import gloo
 from tests.parallel.equal import TRAIN, make_folder, objective, samples
 
+pytestmark = pytest.mark.timeout(300)  # several processes; on a busy machine they wait for each other
 TWO = [Parallel(dp=2), Parallel(dp=2, ep=2), Parallel(tp=2, ep=2), Parallel(pp=2), Parallel(cp=2, ep=2)]
 FOUR = [
     Parallel(dp=4),

@@ -23,6 +23,7 @@ from contraflow.weights import open_carrier
 from contraflow.weights.fetch import fetch
 from contraflow.weights.probe import check_probe, probe_logprobs
 
+pytestmark = pytest.mark.timeout(300)  # several processes; on a busy machine they wait for each other
 WEIGHTS = config.Weights(carrier="blob", chunk_bytes=4096)
 LOSS = config.Loss(kl_weight=0.1, balance_weight=0.01)
 CALL_S = 60
