@@ -87,7 +87,6 @@ class Parallel(Section):
     )
     domain_ranks: Annotated[int, Field(ge=0)] = 0  # ranks joined by NVLink; 0: those of one host
     wire: Literal["same", "bf16", "fp8"] = "same"  # precision of tokens on their way to experts
-    max_tokens: Annotated[int, Field(ge=0)] = 0  # a rank brings to experts at once; 0: any number, which deepep can't
     deadline_s: Seconds = 60.0  # a rank that does not take part in an exchange by then is named and ends the run
 
     @property
@@ -106,11 +105,6 @@ class Parallel(Section):
             raise ValueError(
                 f"ep = {self.ep} does not divide dp * cp * tp = {self.stage_ranks}: the experts are shared out among"
                 " the ranks of one stage"
-            )
-        if self.dispatch == "deepep" and self.ep > 1 and not self.max_tokens:
-            raise ValueError(
-                "dispatch = 'deepep' sizes its buffers by max_tokens, which is 0: give the most tokens that a rank"
-                " brings to its experts at once"
             )
         return self
 

@@ -62,10 +62,6 @@ def test_overrides_reach_into_sections(tmp_path: Path) -> None:
         ({"engine": {"kind": "scripted", "parallel": {"dp": 2}}}, "'scripted' has no model to spread"),
         ({"engine": {"parallel": {"dp": 2}}, "runtime": {"kind": "inline"}}, "'inline' is one process"),
         ({"engine": {"parallel": {"dp": 2, "ep": 3}}}, "engine.parallel: ep = 3 does not divide dp * cp * tp = 2"),
-        (
-            {"train": {"parallel": {"dp": 2, "ep": 2, "dispatch": "deepep"}}},
-            "train.parallel: dispatch = 'deepep' sizes its buffers by max_tokens, which is 0",
-        ),
         ({"train": {"betas": [1.5, 0.9]}}, "train.betas.0 = 1.5: input should be less than 1"),
         ({"train": {"learning_rate": float("inf")}}, "train.learning_rate = inf: input should be a finite number"),
         ({"run": {"seed": tomllib}}, "numbers, strings, booleans, lists and tables only"),

@@ -17,7 +17,7 @@ from contraflow.model.families import ModelConfig
 from contraflow.parallel.mesh import Mesh
 
 
-def open_experts(config: ModelConfig, mesh: Mesh) -> Dispatch[Any]:
+def open_experts(config: ModelConfig, mesh: Mesh, *, max_tokens: int | None = None) -> Dispatch[Any]:
     """The dispatch that the mesh's settings ask for. Collective over the ranks of a stage. Raises: DispatchError."""
     parallel = mesh.parallel
     dispatch: Dispatch[Any] = LocalDispatch(config.experts)
@@ -27,7 +27,7 @@ def open_experts(config: ModelConfig, mesh: Mesh) -> Dispatch[Any]:
             links(mesh, mesh.ep),
             experts=config.experts,
             wire=parallel.wire,
-            max_tokens=parallel.max_tokens or None,
+            max_tokens=max_tokens,
             device=mesh.device,
         )
     if parallel.tp > 1:
