@@ -15,6 +15,7 @@ from contraflow.buffer.store import Counts
 from contraflow.config import Recipe
 from contraflow.errors import DeadlineExceeded, WorkerDied
 from contraflow.loop import Loop, Outcome
+from contraflow.rollout.report import RolloutReport
 from contraflow.rollout.worker import RolloutWorker
 from contraflow.system import open_system
 from contraflow.telemetry import Clock, Journal
@@ -67,7 +68,9 @@ class Watcher:
     async def look(self) -> Snapshot:
         """One snapshot, also written to the journal as a record of kind `pools`."""
         loop, now = self._loop, self._clock()
-        workers, rollout_tokens = await self._workers()
+        workers, rollouts = await self._workers()
+        engines = {name: rollout.engine for name, rollout in rollouts.items()}
+        rollout_tokens = sum(engine.tokens for engine in engines.values())
         counts = await loop.system.buffer.call(ANSWER_S, Buffer.counts)
         progress = loop.progress
         train_tokens = progress.trained_tokens
@@ -81,6 +84,16 @@ class Watcher:
                 "rollout_tokens": rollout_tokens,
                 "train_tokens": train_tokens,
                 "groups": groups,
+                "placed": {
+                    name: {
+                        "times": engine.placed,
+                        "in_order": engine.in_order,
+                        "before": engine.imbalance,
+                        "after": engine.promised,
+                    }
+                    for name, engine in engines.items()
+                    if engine.placed
+                },
             }
         )
         rollout_rate, train_rate = self._rates(now, rollout_tokens, train_tokens)
@@ -106,14 +119,13 @@ class Watcher:
             note=progress.note,
         )
 
-    async def _workers(self) -> tuple[list[Worker], int]:
-        """Every process, and the tokens sampled by all engines. One that does not answer in time says so."""
-        workers, tokens = [], 0
+    async def _workers(self) -> tuple[list[Worker], dict[str, RolloutReport]]:
+        """Every process, and what rollout workers report. One that does not answer in time says so."""
+        workers, rollouts = [], {}
         for name, ref in list(self._loop.system.rollouts.items()):
             try:
-                rollout = await ref.call(ANSWER_S, RolloutWorker.report)
+                rollouts[name] = rollout = await ref.call(ANSWER_S, RolloutWorker.report)
                 workers.append(Worker(name, f"{rollout.engine.doing} ({rollout.doing})", rollout.engine.seconds))
-                tokens += rollout.engine.tokens
             except (DeadlineExceeded, WorkerDied) as silence:
                 workers.append(Worker(name, str(silence), {}))
         for rank, trainer in enumerate(self._loop.system.trainer.refs):
@@ -122,7 +134,7 @@ class Watcher:
                 workers.append(Worker(f"trainer-{rank}", train.doing, train.seconds))
             except (DeadlineExceeded, WorkerDied) as silence:
                 workers.append(Worker(f"trainer-{rank}", str(silence), {}))
-        return workers, tokens
+        return workers, rollouts
 
     def _rates(self, now: float, rollout: float, train: float) -> tuple[float, float]:
         last, passed = self._last, max(now - self._last["at"], 1e-9)

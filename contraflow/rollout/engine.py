@@ -35,8 +35,9 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds: dict[str, float]  # by cause; they sum to the time since the engine was made
     doing: str
     placed: int = 0  # times that experts were placed anew by their loads
-    imbalance: float = 0.0  # expert tokens of the busiest rank over the mean, before the last time; mean over layers
-    promised: float = 0.0  # the same loads as they have lain since
+    in_order: float = 0.0  # expert tokens of the busiest rank over the mean, mean over layers, had they never been
+    imbalance: float = 0.0  # the same as it was before the last time
+    promised: float = 0.0  # the same loads as experts have lain since
 
 
 class Engine(Protocol):

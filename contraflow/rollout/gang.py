@@ -169,7 +169,7 @@ class GangCore:
         sums = {name: getattr(own, name) + sum(getattr(other, name) for other in others) for name in _SUMMED}
         if self._placer is not None:
             told = self._placer
-            sums |= {"placed": told.placed, "imbalance": told.imbalance, "promised": told.promised}
+            sums |= {name: getattr(told, name) for name in ("placed", "in_order", "imbalance", "promised")}
         return msgspec.structs.replace(own, **sums, longest_stall_s=self._longest_stall_s)
 
     def close(self) -> None:

@@ -17,10 +17,13 @@ class Placer:
     """Invariant: `served` is what the slots of all ranks hold, outside of a refresh."""
 
     def __init__(self, sizes: Sizes, layers: int, *, every: int) -> None:
-        self.served: list[Placement] = [contiguous(sizes)] * layers
+        self._plain = [contiguous(sizes)] * layers
+        self.served = self._plain
         self.placed = 0  # times that experts were placed anew
-        self.imbalance = 0.0  # mean over layers, of the loads that the last new placement was made from, before it
-        self.promised = 0.0  # the same, had it been in force
+        # Imbalance, mean over layers, of the loads that the last new placement was made from:
+        self.in_order = 0.0  # had nothing ever been placed
+        self.imbalance = 0.0  # as it was
+        self.promised = 0.0  # had the new placement been in force
         self._sizes = sizes
         self._every = every
         self._refreshes = 0
@@ -38,7 +41,7 @@ class Placer:
         self._refreshes += 1
         if proposed is self.served:
             return
-        self.imbalance, self.promised = self._mean(self.served), self._mean(proposed)
+        self.in_order, self.imbalance, self.promised = map(self._mean, (self._plain, self.served, proposed))
         self.served = proposed
         self.placed += 1
         self._loads_ME.zero_()

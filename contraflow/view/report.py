@@ -133,9 +133,24 @@ def _system(steps: Sequence[Record], by_kind: Mapping[str, Sequence[Record]]) ->
             heat(_loads(steps), row_name="layer", column_name="expert"),
             "Tokens per expert over the last quarter of the steps, 1.00 being an even share.",
         ),
+        *_placement(pools),
         _card("Groups", _table(pools[-1]["groups"] if pools else {})),
         _card("What went wrong", _troubles(by_kind)),
     ]
+
+
+def _placement(pools: Sequence[Record]) -> list[str]:
+    """What placing experts did, by rollout worker; nothing where none was placed."""
+    placed = pools[-1].get("placed", {}) if pools else {}
+    if not placed:
+        return []
+    told = {
+        name: f"{of['times']} times; last: {of['before']:.2f} before, {of['after']:.2f} after,"
+        f" {of['in_order']:.2f} in order"
+        for name, of in placed.items()
+    }
+    note = "Expert tokens of the busiest rank over the mean, on the loads that experts were last placed by."
+    return [_card("Placement of experts", _table(told), note)]
 
 
 def _by_step(steps: Sequence[Record], key: str) -> Points:

@@ -52,5 +52,8 @@ def test_imbalance_is_told_before_and_after_on_the_same_loads() -> None:
     before = sum(imbalance(loads, contiguous(SIZES)) for loads in HOT) / 2
     after = sum(imbalance(loads, of) for loads, of in zip(HOT, placer.served, strict=True)) / 2
     assert (placer.imbalance, placer.promised) == (pytest.approx(before), pytest.approx(after))
+    assert placer.in_order == placer.imbalance
+    placer.accept(placer.propose(HOT))
+    assert (placer.in_order, placer.imbalance) == (pytest.approx(before), pytest.approx(after))
     assert before > 1.9
     assert after < 1.1

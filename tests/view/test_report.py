@@ -34,6 +34,7 @@ def pools_record(at: float, tokens: int) -> dict[str, Any]:
     return {
         "kind": "pools", "at": at, "elapsed_s": at, "workers": workers, "groups": groups,
         "rollout_tokens": tokens, "train_tokens": tokens // 2,
+        "placed": {"rollout-0": {"times": 3, "in_order": 1.9, "before": 1.2, "after": 1.04}},
     }  # fmt: skip
 
 
@@ -95,6 +96,14 @@ def test_the_page_stands_alone_and_tells_the_run() -> None:
         "decode 7.5 s (75.0 %)",
     ):
         assert fact in text
+
+
+def test_placing_experts_is_told_where_it_was_done() -> None:
+    records = run_records()
+    assert "3 times; last: 1.20 before, 1.04 after, 1.90 in order" in page("r", "", records, [])
+    for record in records:
+        record.pop("placed", None)  # as runs of earlier versions wrote them
+    assert "Placement of experts" not in page("r", "", records, [])
 
 
 def test_a_run_that_wrote_nothing_yet_has_a_page() -> None:
