@@ -3,7 +3,6 @@
 One fork server imports torch once for all tests, so a rank costs a fork.
 """
 
-import multiprocessing
 import pickle
 import traceback
 from collections.abc import Callable
@@ -15,10 +14,9 @@ import torch
 
 from contraflow.config import Parallel
 from contraflow.parallel.mesh import open_mesh
+from tests.dispatch.gloo import PRELOAD, PROCESSES
 
 Work = Callable[..., Any]  # (mesh, *given) -> what can be pickled
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["contraflow.train.staged", "torch.distributed.fsdp"])
 DEADLINE_S = 90
 
 
@@ -34,6 +32,7 @@ def _main(work: Work, parallel: Parallel, rank: int, file: str, given: tuple[Any
 
 def run(work: Work, parallel: Parallel, folder: Path, *given: Any, silent: tuple[int, ...] = ()) -> list[Any]:
     """Answers by rank, None of `silent` ranks, which need not give one; raises what the first rank to fail raised."""
+    PROCESSES.set_forkserver_preload(PRELOAD)
     file = folder / f"store-{len(list(folder.iterdir()))}"
     pipes, processes = dict[int, Connection](), []
     for rank in range(parallel.ranks):

@@ -126,7 +126,7 @@ def close(found, wanted):
     "layout",
     [
         {"dp": 2, "ep": 2},
-        {"pp": 2},
+        pytest.param({"pp": 2}, marks=pytest.mark.slow),
         pytest.param({"cp": 2, "ep": 2, "recompute": "layer"}, marks=pytest.mark.slow),
     ],
     ids=str,
