@@ -24,6 +24,7 @@ if [ "$(nvidia-smi -L | wc -l)" -ge 2 ]; then
   cp bench/results/dispatch_gpu.json "$out/"
 fi
 echo "== the adapter (exit status $status): $(date +%T)"
-if [ "$status" != 0 ]; then grep -vE '^\[[0-9]+\] .*(\.\.\.|passed)' "$out/deepep.log" | head -n 80; fi
+sed -n '1,/^}/p' "$out/deepep.log" | head -n 40
+if [ "$status" != 0 ]; then sed '/^case /,$d' "$out/deepep.log" | grep -vE '(\.\.\.|: passed, .*)$' | tail -n 80; fi
 sed -n '/^case /,$p' "$out/deepep.log"
 exit $status

@@ -329,6 +329,36 @@ def ipc(bench: Bench) -> None:
         row.update(passed=sums == right, note=f"saw {sums}")
 
 
+def by_itself(bench: Bench) -> None:
+    """The library with nothing of ours around it but its calls: tells a broken library from a broken adapter."""
+    tokens, experts = 64, 4 * bench.ranks
+    with bench.case("the library by itself") as row:
+        module = library.load()
+        began = time.monotonic()
+        port = library.BufferPort(module, bench.links.group, experts=experts, width=256, fixed_rows=0)
+        opened = time.monotonic()
+        x = torch.full((tokens, 256), bench.rank + 1.0, dtype=torch.bfloat16, device="cuda")
+        ids = torch.arange(bench.ranks, device="cuda").mul(4).expand(tokens, bench.ranks).contiguous()
+        came = port.out(x, ids, torch.ones(ids.shape, device="cuda"))
+        torch.cuda.synchronize()
+        out = time.monotonic()
+        assert isinstance(came.x, Tensor)
+        sums, weights = port.home(came.x, came.weights_MK, came.handle)
+        torch.cuda.synchronize()
+        home = time.monotonic()
+        assert weights is not None
+        right = torch.equal(sums, x * bench.ranks) and bool((weights == 1).all())
+        port.close()
+        spans = {
+            "open": opened - began,
+            "dispatch": out - opened,
+            "combine": home - out,
+            "close": time.monotonic() - home,
+        }
+        told = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in spans.items())
+        row.update(passed=right and came.pairs == tokens * bench.ranks, note=f"{came.pairs} pairs came; {told}")
+
+
 def facts() -> dict[str, Any]:
     """What a failure may hang on."""
     module = library.load()
@@ -370,7 +400,7 @@ def run_rank_of(options: argparse.Namespace) -> None:
     bench = Bench(links, options.ranks, options.kind, options.device, file)
     code = 0
     try:
-        all_cases(bench)
+        all_cases(bench, options.only)
     except Exception:  # noqa: BLE001 - told in the table and in the log
         traceback.print_exc()
         code = 1
@@ -379,21 +409,24 @@ def run_rank_of(options: argparse.Namespace) -> None:
     os._exit(code)
 
 
-def all_cases(bench: Bench) -> None:
+def all_cases(bench: Bench, only: str) -> None:
     if bench.device == "cuda":
         if bench.rank == 0:
             print(json.dumps(facts(), indent=1), flush=True)
         ipc(bench)
+        if bench.kind == "deepep" and hasattr(library.load(), "Buffer"):
+            by_itself(bench)
     if bench.kind == "deepep_decode":
         for wire in ("same", "fp8"):
             decoding(bench, wire)
         return
     wide = [bench.wide(routing) for routing in ROUTINGS]
-    for routing in wide:
-        exact(bench, routing)
-    for routing in wide:
-        if routing.name in FIXED:
-            exact(bench, replace(routing, fixed=True))
+    fixed = [replace(routing, fixed=True) for routing in wide if routing.name in FIXED]
+    for routing in (*wide, *fixed):
+        if only in routing.name:
+            exact(bench, routing)
+    if only:
+        return
     mixture(bench, "experts that are matrices", "same", 0.01)
     mixture(bench, "experts that are matrices, fp8", "fp8", 0.05)
     repeats(bench)
@@ -426,6 +459,7 @@ def main(arguments: list[str] | None = None) -> bool:
     parser.add_argument("--kind", default="deepep")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=int, default=240)
+    parser.add_argument("--only", default="", help="routings with this in their name, and nothing else")
     parser.add_argument("--json", help="where to write what was found")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -438,7 +472,7 @@ def main(arguments: list[str] | None = None) -> bool:
         print(f"{options.kind}: {options.ranks} ranks on {gpus} GPUs, group {options.backend}", flush=True)
         given = [
             "--ranks", str(options.ranks), "--backend", options.backend, "--kind", options.kind,
-            "--device", options.device, "--seconds", str(options.seconds), "--folder", folder,
+            "--device", options.device, "--seconds", str(options.seconds), "--only", options.only, "--folder", folder,
         ]  # fmt: skip
         command = [sys.executable, "-u", "-m", "tests.dispatch.deepep_ranks", *given]
         ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(options.ranks)]
