@@ -104,8 +104,8 @@ class Pipeline:
     def run(self, inputs: Sequence[Inputs], after: After, *, backward: bool) -> None:
         """Every micro-batch through every stage; `after` is called once for each of them and each stage of this rank.
 
-        With `backward` gradients are added to the parameters. Of a micro-batch that has its gradient from the last
-        stage only, any stage may add its own by `add_loss`. `inputs` are as many as `micro_batches` says.
+        With `backward` gradients are added to the parameters: those of the loss that the last stage gives, and of what
+        any stage adds to it by `add_loss`. `inputs` are as many as `micro_batches` says.
 
         Raises: WorkerDied, naming them, when other stages took no part; what `after` or the decoder raised, if it is
         an error of this package.
@@ -138,7 +138,7 @@ class Pipeline:
     def _stage(self, place: int, inputs: Sequence[Inputs], after: After, backward: bool) -> PipelineStage:
         """With shapes given, torch runs nothing to find them out: a pass more than others would be one too many."""
         index, count = rank_stages(self._here.pp, self._parallel)[place], stages(self._parallel)
-        longest = max(given.tokens_F.numel() for given in inputs)
+        longest = max(1, *(given.tokens_F.numel() for given in inputs))  # all may be empty; what is sent may not
         between = torch.empty(
             longest, self._decoder.config.dim, dtype=self._decoder.compute_dtype, device="meta", requires_grad=True
         )

@@ -97,3 +97,26 @@ def test_nothing_is_kept_for_a_pass_without_gradients(make_decoder: MakeDecoder)
     with torch.no_grad():
         decoder(torch.arange(5), torch.arange(5), PackedPlan([0, 5]))
     assert len(dispatch.calls) == 2
+
+
+def kept_bytes(decoder: Decoder) -> int:
+    """What a forward pass keeps for its backward pass, weights left out."""
+    weights = {weight.untyped_storage().data_ptr() for weight in decoder.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden = decoder(torch.arange(64) % 40, torch.arange(64), PackedPlan([0, 64]))
+    assert hidden.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in weights)
+
+
+def test_a_layer_keeps_no_more_than_its_input(make_decoder: MakeDecoder) -> None:
+    decoder = make_decoder("olmoe", layers=8)
+    whole = kept_bytes(decoder)
+    decoder.recompute = True
+    inputs = 8 * 64 * decoder.config.dim * 4  # held by the layers' second passes, not by the graph
+    assert kept_bytes(decoder) + inputs < whole / 8
