@@ -22,6 +22,7 @@ from contraflow.model.cache import KVCache
 from contraflow.model.decoder import Decoder
 from contraflow.model.moe import MoE
 from contraflow.model.router import RouterTape
+from contraflow.model.sinks import Sight
 from contraflow.rollout.rowcache import RowCache, RowPlan
 from contraflow.rollout.rows import GREEDY, LENGTH, NOISE, POSITION, SCALE, SLOT, TOKEN, DecodeRows
 from contraflow.rollout.sampling import sample
@@ -227,5 +228,5 @@ class _Nobody:
     def layer(self, index: int) -> "_Nobody":
         return self
 
-    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sight: Sight | None = None) -> Tensor:
         return q_THd

@@ -19,6 +19,7 @@ from contraflow.config import Engine as EngineSection
 from contraflow.errors import ConfigError
 from contraflow.model.decoder import Decoder, new_decoder
 from contraflow.model.families import ModelConfig
+from contraflow.model.kinds import Latent
 from contraflow.parallel.layout import cut, shards
 from contraflow.parallel.mesh import Mesh
 from contraflow.rollout.follow import follow
@@ -52,6 +53,7 @@ class Spec:
 def read(text: str) -> tuple[Spec, Rendezvous]:
     fields, section, seed, std, version, turned, rank, meeting = json.loads(text)
     fields = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    fields["latent"] = fields["latent"] and Latent(**fields["latent"])
     checked = EngineSection.model_validate(section)
     spec = Spec(ModelConfig(**fields), checked, seed, std, version and Version(*version), turned)
     return spec, Rendezvous(rank, checked.parallel.ranks, meeting)

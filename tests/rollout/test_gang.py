@@ -13,6 +13,7 @@ from contraflow.config import Engine as EngineSection
 from contraflow.config import Parallel
 from contraflow.errors import CarrierError, ConfigError, EngineError
 from contraflow.model.decoder import new_decoder
+from contraflow.model.kinds import Latent
 from contraflow.rollout.gang import GangEngine
 from contraflow.types import Request, StopReason, Version
 from tests.rollout.gangs import Gang, Spec
@@ -20,6 +21,10 @@ from tests.rollout.gangs import Gang, Spec
 V1, V2 = Version(1, 1), Version(1, 2)
 TIGHT = {"kv_tokens": 80, "prefill_tokens": 11, "max_sequences": 16}
 DENSE = {"family": "qwen3", "experts": 0, "top_k": 0, "expert_ffn": 0, "ffn": 48, "renormalise": False}
+SIGMOID = {"dense_layers": (0,), "ffn": 24, "shared_experts": 1, "groups": 4, "top_groups": 2}
+LATENT = Latent(q_rank=8, kv_rank=8, nope_dim=8, rope_dim=4, value_dim=6)
+DEEPSEEK = {"family": "deepseek_v3", **SIGMOID, "kv_heads": 4, "head_dim": 12, "latent": LATENT}
+OSS = {"family": "gpt_oss", "window": 5, "window_layers": (0, 2), "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 
 def slow(*values: Any) -> Any:
@@ -64,6 +69,9 @@ async def tokens_flow(engine: GangEngine, count: int) -> None:
         slow({"dp": 4, "ep": 4, "dispatch": "hierarchical", "domain_ranks": 2}, {}),
         slow({"dp": 2, "tp": 2, "ep": 2}, {}),
         slow({"tp": 4, "ep": 4}, {"kv_heads": 4}),
+        slow({"dp": 2, "ep": 2}, DEEPSEEK),
+        slow({"dp": 2, "ep": 2}, OSS),
+        slow({"tp": 2, "ep": 2}, {"family": "glm4_moe", **SIGMOID, "rotary_dim": 4, "attention_bias": True}),
     ],
     ids=lambda p: "-".join(f"{k}={v}" for k, v in p.items())[:40] or "moe",
 )
