@@ -15,9 +15,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 RECIPES = Path(__file__).parents[2] / "recipes"
 
 
-def run(folder: Path, *settings: str) -> list[float]:
+def run(folder: Path, *settings: str, recipe: str = "tiny_cpu.toml") -> list[float]:
     """Held-out accuracies of a whole run in processes of its own, first to last."""
-    command = [sys.executable, "-c", "from contraflow.cli import main; main()", "run", str(RECIPES / "tiny_cpu.toml")]
+    command = [sys.executable, "-c", "from contraflow.cli import main; main()", "run", str(RECIPES / recipe)]
     command += ["--folder", str(folder), "--plain", *(word for setting in settings for word in ("--set", setting))]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return [record["accuracy"] for record in read_journal(folder / "metrics.jsonl") if record["kind"] == "eval"]
@@ -49,3 +49,22 @@ def test_what_was_learned_survives_an_interruption(tmp_path: Path) -> None:
     looks = [r["accuracy"] for r in read_journal(tmp_path / "run/metrics.jsonl") if r["kind"] == "eval"]
     assert looks[len(first)] == pytest.approx(first[-1], abs=1e-9)  # the same weights, the same held-out tasks
     assert looks[-1] > first[-1]
+
+
+def test_a_trainer_and_an_engine_of_two_ranks_each_learn_as_those_of_one_do(tmp_path: Path) -> None:
+    looks = {
+        recipe: run(tmp_path / recipe, "run.steps=30", recipe=recipe) for recipe in ("tiny_cpu.toml", "tiny_ep2.toml")
+    }
+    one, two = looks.values()
+    assert two[0] == pytest.approx(one[0], abs=0.01)  # the same model and tasks, answered greedily
+    assert two[-1] >= 0.65
+    assert two[-1] == pytest.approx(one[-1], abs=0.1)
+    steps, refreshes = (
+        [r for r in read_journal(tmp_path / "tiny_ep2.toml/metrics.jsonl") if r["kind"] == kind]
+        for kind in ("step", "refresh")
+    )
+    assert max(step["age_max"] for step in steps) <= 2
+    # Behaviour log-probabilities of one pair of ranks, trained by the other: the same but for the steps in between.
+    assert all(abs(step["behaviour_kl"]) < 0.1 for step in steps)
+    assert refreshes[-1]["version"] == {"line": 0, "n": 30}
+    assert all(refresh["served"] for refresh in refreshes)
