@@ -56,17 +56,23 @@ class ExpertSlots:
         return loads_ME
 
 
-def open_slots(decoder: Decoder, mesh: Mesh, *, spare: int) -> ExpertSlots:
+def open_slots(decoder: Decoder, mesh: Mesh, *, spare: int, max_tokens: int | None = None) -> ExpertSlots:
     """Give every MoE layer slots instead of its run of experts, which the first of them hold; `spare` ones are empty.
 
-    The dispatch that the decoder came with is dropped. Collective over the ranks of a set of experts. Raises:
+    Also the dispatch to them; `max_tokens` as for `open_experts`. Collective over the ranks of a stage. Raises:
     DispatchError.
     """
     parallel, reach = mesh.parallel, links(mesh, mesh.ep)
     sizes = slot_sizes(decoder.config, reach.topology, spare=spare)
     first = contiguous(sizes).table(mesh.here.ep)
-    experts = sizes.ranks * sizes.slots
-    inner = open_dispatch(parallel.dispatch, reach, experts=experts, wire=parallel.wire, device=mesh.device)
+    inner = open_dispatch(
+        parallel.dispatch,
+        reach,
+        experts=sizes.ranks * sizes.slots,
+        wire=parallel.wire,
+        max_tokens=max_tokens,
+        device=mesh.device,
+    )
     mates = links(mesh, mesh.tp).exchange(range(parallel.tp)) if parallel.tp > 1 else None
     found: dict[int, Placed[Any]] = {}
     for index, layer in enumerate(decoder.layers):

@@ -124,10 +124,11 @@ def load_spread(folder: Path, mesh: Mesh | None) -> Spread:
     return spread
 
 
-def cut_decoder(config: ModelConfig, mesh: Mesh, *, max_tokens: int | None = None) -> Decoder:
+def cut_decoder(config: ModelConfig, mesh: Mesh, *, max_tokens: int | None = None, wired: bool = True) -> Decoder:
     """A decoder on the meta device with this rank's share of heads, dense width and experts, wired to its mates.
 
     `max_tokens`: the most that a rank ever feeds at once, the same on all; some dispatches size their buffers by it.
+    Not `wired`: its experts are still without a dispatch, which `open_slots` gives them.
     """
     check_fit(config, mesh.parallel)
     decoder = Decoder(config, device="meta")
@@ -137,7 +138,7 @@ def cut_decoder(config: ModelConfig, mesh: Mesh, *, max_tokens: int | None = Non
         for name, whole in mixture.expert_parameters().items():
             part = whole[: len(whole) // mesh.parallel.ep].detach().clone()
             mixture.register_parameter(name, nn.Parameter(part))
-    if config.moe_layers:
+    if config.moe_layers and wired:
         decoder.use_dispatch(open_experts(config, mesh, max_tokens=max_tokens))
     return decoder
 

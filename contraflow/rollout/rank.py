@@ -68,7 +68,9 @@ def join_ranks(
         star = open_star(mesh.world, rendezvous.init_method, deadline_s=parallel.deadline_s, device=device)
         stack.enter_context(closing(star))
         decoder = part(mesh)
-        slots = open_slots(decoder, mesh, spare=section.spare_experts) if section.replace_every else None
+        slots = None
+        if section.replace_every:
+            slots = open_slots(decoder, mesh, spare=section.spare_experts, max_tokens=most_tokens(section))
         core = EngineCore(decoder, section, clock=clock, version=version, peers=StarPeers(star, mesh), slots=slots)
         stack = stack.pop_all()
     return Rank(mesh, star, core, stack.close)
@@ -92,7 +94,7 @@ def load_part(folder: Path, mesh: Mesh, section: EngineSection) -> Decoder:
 
 def empty_part(config: ModelConfig, mesh: Mesh, section: EngineSection) -> Decoder:
     """See `load_part`: in place, but not filled."""
-    decoder = cut_decoder(config, mesh, max_tokens=most_tokens(section))
+    decoder = cut_decoder(config, mesh, max_tokens=most_tokens(section), wired=not section.replace_every)
     settle(decoder, mesh.device)
     return decoder
 

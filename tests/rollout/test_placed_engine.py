@@ -128,7 +128,7 @@ def test_answers_and_logical_routes_are_those_of_one_rank_whatever_lies_where(
     gang: Gang, family: str, parallel: dict[str, int], spare: int
 ) -> None:
     config = CONFIGS[family]
-    keys = section(replace_every=1, spare_experts=spare, parallel=Parallel(**parallel, deadline_s=20.0))
+    keys = section(replace_every=1, spare_experts=spare, parallel=Parallel(**parallel, deadline_s=60.0))
     engine = gang.engine(Spec(config, keys, seed=1, std=0.3, version=V1))
     got, report = asyncio.run(versions(engine, config))
     for batch, wanted_batch in zip(got, alone(config), strict=True):
