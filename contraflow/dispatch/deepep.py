@@ -1,7 +1,8 @@
 """Dispatch by DeepEP: its kernels carry rows over NVLink and RDMA, one row per (token, rank).
 
 As in `spread`, a local dispatch sorts what came by expert and sums each row's answers before they go home. Answers and
-gradients travel as bf16, tokens as bf16 or, forward only, as e4m3 with a scale for each 128 values (`wire`).
+gradients travel as bf16, tokens as bf16 or, forward only, as e4m3 with a scale for each 128 values (`wire`). Rows are
+sorted here and not padded, so the library's own alignment of experts stays 1.
 
 Exact: the host waits for counts, as the library does. Fixed: room for the most that may come, whatever the routing, and
 no look at counts, so that a step can run inside a CUDA graph. For decoding there is `deepep_decode`.

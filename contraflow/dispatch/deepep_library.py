@@ -34,7 +34,7 @@ NODE_ROW_BYTES = 2 * (8192 - 8)  # half a row and a barrier fit a warp's shared 
 CHOICES = 32  # lanes of a warp
 LOW_LATENCY_WIDTHS = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)  # that its kernels are compiled for
 LOW_LATENCY_CHOICES = 11
-LOW_LATENCY_TOKENS = 1024 // 2 - 1  # a send queue holds 1024 entries, two a token and two to spare
+LOW_LATENCY_TOKENS = 508  # a multiple of 4; a send queue holds 1024 entries, two a token and two to spare
 
 
 def load() -> Any:
