@@ -51,6 +51,7 @@ def test_four_ranks_train_as_one_with_activations_computed_twice(tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_two_ranks_train_as_one_whatever_the_family(tmp_path: Path) -> None:
     check([case for case in itertools.product(TWO, MODELS) if fits(*case)], tmp_path, 2, layers=5)
 
