@@ -236,11 +236,6 @@ class Recipe(Section):
                     f"runtime.kind = 'inline' is one process, {name}.parallel has {parallel.ranks} ranks;"
                     " use runtime.kind = 'local'"
                 )
-        if self.train.parallel.pp > 1 and self.loss.kl_weight > 0:
-            raise ValueError(
-                f"loss.kl_weight = {self.loss.kl_weight} with train.parallel.pp = {self.train.parallel.pp}: the"
-                " reference model is not computed in stages; set one of them to 0 or 1"
-            )
         return self
 
     @model_validator(mode="after")

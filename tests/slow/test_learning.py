@@ -68,3 +68,17 @@ def test_a_trainer_and_an_engine_of_two_ranks_each_learn_as_those_of_one_do(tmp_
     assert all(abs(step["behaviour_kl"]) < 0.1 for step in steps)
     assert refreshes[-1]["version"] == {"line": 0, "n": 30}
     assert all(refresh["served"] for refresh in refreshes)
+
+
+def test_two_trainer_ranks_learn_as_one_does_and_one_goes_on_from_their_cut(tmp_path: Path) -> None:
+    ranks = ("train.parallel.dp=2", "train.parallel.ep=2")
+    first = run(tmp_path / "run", "run.steps=40", *ranks)
+    assert 0.2 <= first[0] <= 0.45
+    assert first[-1] >= 0.65  # one rank: 0.76
+    recipe = tmp_path / "run/recipe.toml"
+    command = [sys.executable, "-c", "from contraflow.cli import main; main()", "run", str(recipe), "--resume"]
+    command += ["--folder", str(tmp_path / "run"), "--plain", "--set", "run.steps=50"]
+    command += ["--set", "train.parallel.dp=1", "--set", "train.parallel.ep=1"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    looks = [r["accuracy"] for r in read_journal(tmp_path / "run/metrics.jsonl") if r["kind"] == "eval"]
+    assert looks[len(first)] == pytest.approx(first[-1], abs=1e-9)  # the same weights, the same held-out tasks
