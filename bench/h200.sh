@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One visit to a machine with an H200: do the tests pass on its stack, does the run learn there, how fast are native engine and trainer?
-# Arguments: a folder for results, and which parts (tests, run, rollout, train). Needs the dependencies on PYTHONPATH; torch is the machine's own.
+# Arguments: a folder for results, and which parts (tests, run, rollout, train, overhead). Needs the dependencies on PYTHONPATH; torch is the machine's own.
 set -uo pipefail
 out=$1; shift
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -18,5 +18,8 @@ for part in "$@"; do
     train)
       timeout 580 python3 -m bench.train_gpu > "$out/train.log" 2>&1; tail -c 7000 "$out/train.log"
       cp bench/results/train_gpu.json "$out/" ;;
+    overhead)
+      timeout 200 python3 -m bench.ep_overhead --starts 3 > "$out/overhead.log" 2>&1; tail -n 12 "$out/overhead.log"
+      cp bench/results/ep_overhead_cuda.json "$out/" ;;
   esac
 done
