@@ -12,9 +12,10 @@ from torch import nn
 
 from contraflow.model.attention import Attention
 from contraflow.model.decoder import Decoder
+from contraflow.model.mla import LatentAttention
 from contraflow.model.moe import DenseMLP, MoE
 
-MULTIPLIED = ("qkv", "out", "gate_up", "down")
+MULTIPLIED = ("qkv", "out", "gate_up", "down", "q_up", "kv_up")
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def compute_copies(decoder: Decoder) -> Iterator[None]:
 def _large(decoder: nn.Module) -> Iterator[nn.Parameter]:
     """The weights that are multiplied with tokens, which `ops.computed` is asked for."""
     for module in decoder.modules():
-        if isinstance(module, Attention | DenseMLP | MoE):
+        if isinstance(module, Attention | LatentAttention | DenseMLP | MoE):
             for name, weight in module.named_parameters(recurse=False):
                 if name in MULTIPLIED:
                     yield weight

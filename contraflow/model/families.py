@@ -166,7 +166,7 @@ def _faults(c: ModelConfig) -> list[str]:
         return faults
     if c.heads % c.kv_heads:
         faults.append(f"heads = {c.heads} must be a multiple of kv_heads = {c.kv_heads}")
-    if c.head_dim % 2:
+    if c.head_dim % 2 and c.rotary == c.head_dim:
         faults.append(f"head_dim = {c.head_dim} must be even, since rotary positions turn pairs")
     if c.experts and not 1 <= c.top_k <= c.experts:
         faults.append(f"top_k = {c.top_k} must be in [1, experts = {c.experts}]")

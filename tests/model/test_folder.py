@@ -1,6 +1,7 @@
 """Folders against transformers, both ways; and folders that are torn, short, of another shape, or hold too much."""
 
 import json
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -80,9 +81,9 @@ MODELS: dict[str, dict[str, Any]] = {
 Forward = Callable[[Decoder, list[Tensor]], Tensor]
 
 
-def theirs(name: str) -> Any:
+def theirs(name: str, keys: dict[str, Any] | None = None) -> Any:
     """A transformers model with every parameter random."""
-    config = AutoConfig.for_model(name.split(maxsplit=1)[0], **BASE | MODELS[name])
+    config = AutoConfig.for_model(name.split(maxsplit=1)[0], **BASE | (MODELS[name] if keys is None else keys))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     noise = torch.Generator().manual_seed(len(name))
     with torch.no_grad():
@@ -134,6 +135,53 @@ def test_logits_equal_those_of_transformers_both_ways(name: str, tmp_path: Path,
     torch.testing.assert_close(their_logits(again), wanted, rtol=0, atol=1e-5)  # sums depend on where weights lie
     for special in ("bos_token_id", "eos_token_id", "pad_token_id"):
         assert getattr(again.config, special) == BASE[special]
+
+
+def drawn(family: str, draws: random.Random) -> dict[str, Any]:
+    """A config of the family with sizes at random."""
+    sizes = {"hidden_size": draws.choice([16, 40]), "num_hidden_layers": draws.choice([1, 2, 4])}
+    kv_heads, head_dim = draws.choice([1, 2, 3]), draws.choice([4, 6, 16])
+    sizes |= {"num_attention_heads": kv_heads * draws.choice([1, 2, 5]), "num_key_value_heads": kv_heads}
+    sizes |= {"vocab_size": 41, "rms_norm_eps": draws.choice([1e-6, 1e-5]), "attention_bias": draws.random() < 0.5}
+    yarn = YARN | {"factor": draws.choice([1.0, 2.5, 40.0]), "truncate": draws.random() < 0.5, "beta_fast": 8.0}
+    if family == "gpt_oss":
+        kinds = [draws.choice(["sliding_attention", "full_attention"]) for _ in range(sizes["num_hidden_layers"])]
+        experts = {"num_local_experts": draws.choice([2, 7]), "num_experts_per_tok": draws.choice([1, 2])}
+        sizes |= experts | {"layer_types": kinds, "sliding_window": draws.choice([2, 9, 40]), "head_dim": head_dim}
+        return OSS | sizes | {
+            "rope_parameters": yarn, "intermediate_size": 8, "swiglu_limit": draws.choice([0.3, 7.0])
+        }  # fmt: skip
+    groups, each = draws.choice([1, 2, 3]), draws.choice([2, 4])
+    top_groups = draws.randint(1, groups)
+    sizes |= {"n_group": groups, "n_routed_experts": groups * each, "topk_group": top_groups}
+    sizes |= {
+        "num_experts_per_tok": draws.randint(1, each * top_groups),
+        "moe_intermediate_size": draws.choice([8, 16]),
+    }
+    sizes |= {"n_shared_experts": draws.choice([1, 2]), "norm_topk_prob": draws.random() < 0.5}
+    sizes |= {"first_k_dense_replace": draws.randint(0, 4), "routed_scaling_factor": draws.choice([1.0, 2.5])}
+    if family == "glm4_moe":
+        rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": draws.choice([0.5, 1.0])}
+        head_dim = draws.choice([4, 12, 16])
+        return GLM | sizes | {"head_dim": head_dim, "use_qk_norm": draws.random() < 0.5, "rope_parameters": rope}
+    gains = {"mscale": draws.choice([0.7, 1.0]), "mscale_all_dim": draws.choice([0.0, 1.0])}
+    nope, rope_dim = draws.choice([3, 8]), draws.choice([2, 6, 8])
+    return DEEPSEEK | sizes | {"num_key_value_heads": sizes["num_attention_heads"], "rope_parameters": yarn | gains} | {
+        "qk_nope_head_dim": nope, "qk_rope_head_dim": rope_dim, "v_head_dim": draws.randint(1, nope + rope_dim),
+        "q_lora_rank": draws.choice([5, 16]), "kv_lora_rank": draws.choice([4, 9]),
+        "rope_interleave": draws.random() < 0.5,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "gpt_oss"])
+def test_logits_of_random_shapes_equal_those_of_transformers(
+    family: str, seed: int, tmp_path: Path, forward: Forward
+) -> None:
+    model = theirs(family, drawn(family, random.Random(seed)))
+    model.save_pretrained(tmp_path)
+    wanted = their_logits(model)
+    torch.testing.assert_close(our_logits(load_folder(tmp_path), forward), wanted, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "gpt_oss", "gpt_oss other layers"])

@@ -5,7 +5,7 @@ compiles them.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -67,6 +67,23 @@ def test_held_copies_give_what_casting_at_use_gives_bit_for_bit() -> None:
         assert decoder.layers[0].mlp.down.compute_copy.dtype == torch.bfloat16
         held = gradients(decoder)
     assert held.keys() == wanted.keys()
+    assert all(torch.equal(held[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "gpt_oss"])
+def test_held_copies_and_fused_pieces_change_no_other_family(family: str, make_decoder: Callable[..., Decoder]) -> None:
+    whole = make_decoder(family)
+    plain, fused = gradients(whole), copy.deepcopy(whole)
+    fused.fuse()
+    torch.testing.assert_close(gradients(fused), plain, rtol=1e-4, atol=1e-5)
+    half = Decoder(whole.config, compute_dtype=torch.bfloat16)
+    half.load_state_dict(whole.state_dict())
+    wanted = gradients(half)
+    with compute_copies(half):
+        copied = {name for name, weight in half.named_parameters() if hasattr(weight, "compute_copy")}
+        held = gradients(half)
+    large = [name for name, weight in half.named_parameters() if weight.ndim > 1 and "layers" in name]
+    assert copied == {name for name in large if not name.endswith(("router.weight", "_bias", "_norm"))}
     assert all(torch.equal(held[name], wanted[name]) for name in wanted)
 
 
