@@ -54,6 +54,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     `weight` is `[D]`, or has further dimensions that broadcast over those of `x`.
     """
+    if torch.compiler.is_compiling():
+        # Spelled out: compiled by torch 2.11, F.rms_norm gives its weight a gradient that is wrong (by 8 times, on an
+        # H200, for 16k rows of 2048), and with it the norm of all gradients.
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
     if x.is_cuda or x.dtype != torch.float32:
         weight = cast(weight, x.dtype)
         if weight.ndim == 1:

@@ -1,14 +1,18 @@
 """On a GPU: fused pieces really compiled, and a head in two halves on matrix units, beside the plain forms."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
 
-from contraflow.model.attention import PackedPlan
+from contraflow.compiled import compiled
+from contraflow.model.attention import Attention, PackedPlan
 from contraflow.model.copies import compute_copies
 from contraflow.model.decoder import Decoder, new_decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.logprobs import token_logprobs
+from contraflow.model.rotary import frequencies, rotation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")]
 CONFIG = ModelConfig(
@@ -49,3 +53,26 @@ def test_the_split_head_is_nearly_fp32(fuse: bool) -> None:
     rows = (hidden.double() @ head.double().T).log_softmax(-1)
     torch.testing.assert_close(logprobs.double(), rows.gather(1, targets[:, None])[:, 0], rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(entropy.double(), -(rows.exp() * rows).sum(-1), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("tokens", [16376, 16381])
+def test_the_gradient_of_a_wide_norm_s_weight_survives_compiling(tokens: int) -> None:
+    """Over many rows the compiler sums in two passes, which torch 2.11 gets wrong for its own rms_norm."""
+    wide = dataclasses.replace(CONFIG, dim=2048, heads=16, kv_heads=16, head_dim=128)
+    attention = Attention(wide, torch.float32, "cuda")
+    noise = torch.Generator("cuda").manual_seed(tokens)
+    qkv = torch.randn(tokens, 48, 128, device="cuda", generator=noise).bfloat16()
+    turn = rotation(torch.arange(tokens, device="cuda"), frequencies(wide).cuda(), torch.bfloat16)
+    pull = torch.randn(tokens, 48, 128, device="cuda", generator=noise).bfloat16()
+    weight = attention.qk_norm
+    assert weight is not None
+    with torch.no_grad():
+        weight.fill_(1.0)
+
+    def gradient(wanted: bool) -> Tensor:
+        placed = compiled(Attention.placed, wanted)(attention, qkv, turn)
+        (found,) = torch.autograd.grad(torch.cat(placed, 1), weight, pull)
+        return found
+
+    plain = gradient(False)
+    assert float((gradient(True) - plain).norm() / plain.norm()) < 0.02
