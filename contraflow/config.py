@@ -188,6 +188,7 @@ class Train(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0  # AdamW's
     betas: tuple[Decay, Decay] = (0.9, 0.95)  # AdamW's
     clip_norm: Annotated[float, Field(gt=0)] = 1.0  # of the whole gradient
+    compile: Literal["none", "blocks"] = "none"  # blocks: what lies between matmuls; pays on a GPU with many tokens
     checkpoint_every: Count = 20  # steps between cuts
     keep_checkpoints: Count = 2  # older ones are removed
     step_deadline_s: Seconds = 120.0  # a step that takes longer ends the run

@@ -75,6 +75,8 @@ class Learner:
         self._spread, self.optimizer = _open(place, train, mesh)
         decoder = self._spread.decoder
         decoder.recompute = train.parallel.recompute == "layer"
+        if train.compile == "blocks":
+            decoder.fuse()
         self._crew = open_crew(decoder, mesh, account, temperature=place.temperature)
         reference = load_spread(Path(place.model_folder), mesh).decoder if loss.kl_weight > 0 else None
         self._step = TrainStep(

@@ -60,8 +60,10 @@ def test_weighted_swiglu_is_swiglu_times_the_weight(rows: int) -> None:
     assert weighted_swiglu(gate_up.bfloat16(), weights).dtype == torch.bfloat16
 
 
-def test_held_copies_give_what_casting_at_use_gives_bit_for_bit() -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+def test_held_copies_give_what_casting_at_use_gives_bit_for_bit(recompute: bool) -> None:
     decoder = olmoe(compute=torch.bfloat16)
+    decoder.recompute = recompute
     wanted = gradients(decoder)
     with compute_copies(decoder):
         assert decoder.layers[0].mlp.down.compute_copy.dtype == torch.bfloat16

@@ -215,6 +215,22 @@ def test_the_same_seed_gives_the_same_weights(bench):
     inline(body)
 
 
+def test_compiled_blocks_teach_the_same(bench):
+    async def body(runtime):
+        reports = []
+        for compile_ in ("none", "blocks"):
+            here = await bench(runtime, name=compile_)
+            await here.start(f"trainer-{compile_}", train=TRAIN.model_copy(update={"compile": compile_}))
+            await here.trainer.call(5, Trainer.publish, 0)
+            reports.append(await here.step(0))
+        plain, compiled = reports
+        assert compiled.grad_norm == pytest.approx(plain.grad_norm, rel=1e-4)
+        assert compiled.entropy == pytest.approx(plain.entropy, rel=1e-5)
+
+    with torch.compiler.set_stance("force_eager"):  # the pieces as they are written: compiling takes a minute
+        inline(body)
+
+
 def test_a_resumed_run_goes_on_bit_for_bit(bench):
     async def body(runtime):
         here = await bench(runtime)
