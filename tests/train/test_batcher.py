@@ -155,3 +155,29 @@ def test_updates_share_the_groups_evenly_and_depend_on_the_seed_alone(count, par
 
 def test_a_negative_seed_is_as_good_as_any():
     assert split(9, 1, seed=(-1, 0, 0))[0].tolist() != split(9, 1, seed=(1, 0, 0))[0].tolist()
+
+
+@given(lengths=st.lists(st.integers(2, 30), max_size=40), budget=st.integers(1, 80), shares=st.integers(2, 5))
+def test_packing_for_several_ranks_is_even_and_keeps_every_sample_once(lengths, budget, shares):
+    made = [sample(length, length - 1, seed=place) for place, length in enumerate(lengths)]
+    batches = pack(made, tokens_per_batch=budget, reduction="token", shares=shares)
+    assert len(batches) % shares == 0
+    sizes = [batch.tokens.size for batch in batches]
+    assert sizes == sorted(sizes, reverse=True)  # what is computed at the same time is alike
+    assert all(batch.tokens.size <= budget or batch.starts.size == 2 for batch in batches)
+    packed = [
+        tuple(batch.tokens[start:end])
+        for batch in batches
+        for start, end in zip(batch.starts[:-1], batch.starts[1:], strict=True)
+    ]
+    assert sorted(packed) == sorted(tuple(one.tokens) for one in made)
+    total = sum(float(batch.weights.sum()) for batch in batches)
+    assert total == pytest.approx(1.0 if lengths else 0.0, rel=1e-5)
+    if lengths and max(lengths) <= budget / 4:  # the fullest is at most the mean and one sample
+        assert len(batches) <= shares * math.ceil(4 / 3 * sum(lengths) / budget / shares)
+
+
+def test_with_fewer_samples_than_ranks_some_have_nothing():
+    batches = pack([sample(5, 4)], tokens_per_batch=100, reduction="sequence", shares=3)
+    assert [batch.starts.tolist() for batch in batches] == [[0, 5], [0], [0]]
+    assert [batch.tokens.size for batch in batches] == [5, 0, 0]
