@@ -66,9 +66,9 @@ def native(stepping: Literal["thread", "inline"]) -> Lab:
     return Lab(make, *releases())
 
 
-def spread(gang: Gang) -> Lab:
+def spread(gang: Gang, ep: int) -> Lab:
     def make(policy: Policy, version: Version | None) -> Engine:
-        section = section_of(policy, dp=2, ep=2)
+        section = section_of(policy, dp=2, ep=ep)
         return gang.engine(Spec(CONFIG, section, seed=0, std=0.3, version=version))
 
     return Lab(make, *releases())
@@ -120,9 +120,11 @@ def gang() -> Iterator[Gang]:
     two.close()
 
 
-@pytest.fixture(params=[*LABS, "native-gang"])
+@pytest.fixture(params=[*LABS, "native-gang", pytest.param("native-gang-ep", marks=pytest.mark.slow)])
 def lab(request: pytest.FixtureRequest) -> Lab:
-    return LABS.get(request.param) or spread(request.getfixturevalue("gang"))
+    if request.param in LABS:
+        return LABS[request.param]
+    return spread(request.getfixturevalue("gang"), ep=2 if request.param.endswith("ep") else 1)
 
 
 @asynccontextmanager

@@ -19,6 +19,7 @@ from contraflow.types import Request, StopReason, Version
 from tests.rollout.gangs import Gang, Spec
 
 V1, V2 = Version(1, 1), Version(1, 2)
+ROOMY: dict[str, Any] = {}
 TIGHT = {"kv_tokens": 80, "prefill_tokens": 11, "max_sequences": 16}
 DENSE = {"family": "qwen3", "experts": 0, "top_k": 0, "expert_ffn": 0, "ffn": 48, "renormalise": False}
 SIGMOID = {"dense_layers": (0,), "ffn": 24, "shared_experts": 1, "groups": 4, "top_groups": 2}
@@ -49,40 +50,46 @@ def spec_of(
 async def tokens_flow(engine: GangEngine, count: int) -> None:
     goal = engine.report().tokens + count
     while engine.report().tokens < goal:  # noqa: ASYNC110 - an engine says nothing between completions
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
+
+
+def form(parallel: dict[str, Any], changes: dict[str, Any] | None = None, keys: dict[str, Any] | None = None) -> Any:
+    """One case of the default suite, or with both settings a slow one."""
+    marks = [] if keys is not None else [pytest.mark.slow]
+    words = [f"{k}={v}" for k, v in (parallel | (changes or {})).items()]
+    name = "-".join([*words, "tight" if keys is TIGHT else "roomy" if keys is ROOMY else "both"])
+    return pytest.param(parallel, changes or {}, [ROOMY, TIGHT] if keys is None else [keys], marks=marks, id=name)
 
 
 @pytest.mark.parametrize(
-    ("parallel", "changes"),
+    ("parallel", "changes", "settings"),
     [
-        ({"dp": 2, "ep": 2}, {}),
-        ({"tp": 2}, {}),
-        ({"dp": 2, "tp": 2, "ep": 4}, {}),
-        slow({"dp": 2}, {}),
-        slow({"tp": 2, "ep": 2}, {}),
-        slow({"tp": 2, "ep": 2}, {"family": "olmoe", "renormalise": False, "kv_heads": 4}),
-        slow({"dp": 2, "ep": 2}, {"dense_layers": (1,), "ffn": 24}),
-        slow({"dp": 2, "ep": 2}, {"experts": 300, "expert_ffn": 8}),
-        slow({"dp": 2, "tp": 2}, DENSE),
-        slow({"dp": 4, "ep": 4}, {}),
-        slow({"dp": 4, "ep": 2}, {}),
-        slow({"dp": 4, "ep": 4, "dispatch": "hierarchical", "domain_ranks": 2}, {}),
-        slow({"dp": 2, "tp": 2, "ep": 2}, {}),
-        slow({"tp": 4, "ep": 4}, {"kv_heads": 4}),
-        slow({"dp": 2, "ep": 2}, DEEPSEEK),
-        slow({"dp": 2, "ep": 2}, OSS),
-        slow({"tp": 2, "ep": 2}, {"family": "glm4_moe", **SIGMOID, "rotary_dim": 4, "attention_bias": True}),
+        form({"dp": 2, "ep": 2}, keys=ROOMY),
+        form({"dp": 2, "ep": 2}, keys=TIGHT),
+        form({"tp": 2}, keys=TIGHT),
+        form({"dp": 2, "tp": 2, "ep": 4}, keys=TIGHT),
+        form({"dp": 2}),
+        form({"tp": 2, "ep": 2}),
+        form({"tp": 2, "ep": 2}, {"family": "olmoe", "renormalise": False, "kv_heads": 4}),
+        form({"dp": 2, "ep": 2}, {"dense_layers": (1,), "ffn": 24}),
+        form({"dp": 2, "ep": 2}, {"experts": 300, "expert_ffn": 8}),
+        form({"dp": 2, "tp": 2}, DENSE),
+        form({"dp": 4, "ep": 4}),
+        form({"dp": 4, "ep": 2}),
+        form({"dp": 4, "ep": 4, "dispatch": "hierarchical", "domain_ranks": 2}),
+        form({"dp": 2, "tp": 2, "ep": 2}),
+        form({"dp": 2, "tp": 2, "ep": 4}),
+        form({"tp": 4, "ep": 4}, {"kv_heads": 4}),
     ],
-    ids=lambda p: "-".join(f"{k}={v}" for k, v in p.items())[:40] or "moe",
 )
 def test_tokens_logprobs_and_experts_are_those_of_one_rank(
-    native: Any, gang: Gang, parallel: dict[str, Any], changes: dict[str, Any]
+    native: Any, gang: Gang, parallel: dict[str, Any], changes: dict[str, Any], settings: list[dict[str, Any]]
 ) -> None:
     async def body() -> None:
         config = native.tiny(**changes)
         decoder = new_decoder(config, seed=1, std=0.2)
         requests = native.crowd(16, want_routes=bool(config.experts))
-        for keys in ({}, TIGHT):
+        for keys in settings:
             alone = native.engine_of(new_decoder(config, seed=1, std=0.2), routes=bool(config.experts), **keys)
             wanted = await native.answers(alone, requests)
             await alone.close()
