@@ -14,6 +14,7 @@ import time
 from queue import SimpleQueue
 
 import torch
+import torch.distributed as dist
 
 from contraflow.config import Engine as EngineSection
 from contraflow.errors import ConfigError
@@ -82,9 +83,12 @@ class Gang:
         self.broken: list[str] = []  # what engines said of their ranks
         self._folder = tempfile.TemporaryDirectory()
         self._engines = 0
+        self._last: Rank | None = None
 
     def lead(self, spec: Spec, first: int = 1) -> Rank:
         """Rank 0 of an engine, when all others have sat down: process `first` as rank 1, and so on."""
+        if self._last is not None and dist.is_initialized():
+            self._last.leave()  # a test that failed did not close its engine: its followers end, and are started again
         self._engines += 1
         meeting = f"file://{self._folder.name}/{self._engines}"
         for rank in range(1, spec.ranks):
@@ -92,7 +96,8 @@ class Gang:
             assert stdin is not None
             stdin.write(spec.text(rank, meeting) + "\n")
             stdin.flush()
-        return join(spec, Rendezvous(0, spec.ranks, meeting))
+        self._last = join(spec, Rendezvous(0, spec.ranks, meeting))
+        return self._last
 
     def engine(self, spec: Spec, first: int = 1) -> GangEngine:
         return led_engine(self.lead(spec, first), clock=time.perf_counter, on_broken=self.broken.append)
