@@ -34,7 +34,7 @@ COMPANIONS = (
     "chat_template.jinja",
     "generation_config.json",
 )
-SHARD_BYTES = 4 << 30  # of one file
+SHARD_BYTES = 2 << 30  # of one file; while one is written, ranks that hand over tensors wait
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -63,7 +63,7 @@ def open_mesh(parallel: Parallel, *, rank: int, init_method: str, device: torch.
         store=PrefixStore("groups", store),
         rank=rank,
         world_size=parallel.ranks,
-        timeout=timedelta(seconds=2 * parallel.deadline_s),  # ours is the shorter, and names who is missing
+        timeout=timedelta(seconds=1.25 * parallel.deadline_s),  # ours is the shorter, and names who is missing
         device_id=device if device.type == "cuda" else None,
     )
     try:

@@ -1,7 +1,7 @@
 """Cuts: everything a run needs to go on bit for bit, written whole or not at all.
 
 Takes a model, its optimizer and where the run stands; gives a folder `line-L-step-N` with `model/` (a Hugging Face
-folder), `optimizer.safetensors` (or, beyond 4 GiB, several), `state.json` and `files.json` (digests of all the others).
+folder), `optimizer.safetensors` (or, beyond 2 GiB, several), `state.json` and `files.json` (digests of all the others).
 Written beside its place, synced, then renamed. There is no random state to keep: what the trainer draws is a function
 of (seed, step). It holds whole tensors by name and nothing of the ranks that wrote it, so a trainer of any layout goes
 on from it. Does not decide when to save, or read the buffer's ledger.
