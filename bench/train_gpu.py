@@ -205,7 +205,8 @@ def objective(batch: Batch, fed: Fed, scored: Scored) -> Tensor:
     """The policy loss of a step."""
     device = scored.logprobs_N.device
     behaviour, advantages, weights = (
-        torch.from_numpy(values[batch.mask]).to(device) for values in (batch.behaviour, batch.advantages, batch.weights)
+        torch.from_numpy(values[batch.mask]).to(device, non_blocking=True)
+        for values in (batch.behaviour, batch.advantages, batch.weights)
     )
     return policy_loss(scored.logprobs_N, behaviour, advantages, weights, clip_low=0.2, clip_high=0.2)
 

@@ -152,7 +152,7 @@ class TrainStep:
         return loss
 
     def _trained(self, values_T: Float32, batch: Batch) -> Tensor:
-        return torch.from_numpy(values_T[batch.mask]).to(self._updater.device)
+        return torch.from_numpy(values_T[batch.mask]).to(self._updater.device, non_blocking=True)
 
     def _numbers(self, done: Sequence[Updated], seen: Sequence[_Seen]) -> Numbers:
         """Of all ranks together, on every rank."""
