@@ -131,7 +131,8 @@ def bench_dispatch(
     import asyncio
 
     from contraflow.config import Parallel, check_section
-    from contraflow.dispatch.choose import Phase, Shape
+    from contraflow.dispatch.base import Phase
+    from contraflow.dispatch.choose import Shape
     from contraflow.parallel.calibrator import run_calibration
 
     spread = check_section(Parallel, {"dp": ranks, "ep": ranks, "domain_ranks": domain_ranks, "wire": wire})

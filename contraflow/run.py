@@ -68,7 +68,7 @@ class Watcher:
     async def look(self) -> Snapshot:
         """One snapshot, also written to the journal as a record of kind `pools`."""
         loop, now = self._loop, self._clock()
-        workers, rollouts = await self._workers()
+        workers, rollouts, forms = await self._workers()
         engines = {name: rollout.engine for name, rollout in rollouts.items()}
         rollout_tokens = sum(engine.tokens for engine in engines.values())
         counts = await loop.system.buffer.call(ANSWER_S, Buffer.counts)
@@ -94,6 +94,7 @@ class Watcher:
                     for name, engine in engines.items()
                     if engine.placed
                 },
+                "forms": forms,
             }
         )
         rollout_rate, train_rate = self._rates(now, rollout_tokens, train_tokens)
@@ -119,9 +120,12 @@ class Watcher:
             note=progress.note,
         )
 
-    async def _workers(self) -> tuple[list[Worker], dict[str, RolloutReport]]:
-        """Every process, and what rollout workers report. One that does not answer in time says so."""
-        workers, rollouts = [], {}
+    async def _workers(self) -> tuple[list[Worker], dict[str, RolloutReport], dict[str, list[str]]]:
+        """Every process, what rollout workers report, and how each pool's tokens reach experts on other ranks.
+
+        One that does not answer in time says so.
+        """
+        workers, rollouts, forms = [], {}, {}
         for name, ref in list(self._loop.system.rollouts.items()):
             try:
                 rollouts[name] = rollout = await ref.call(ANSWER_S, RolloutWorker.report)
@@ -132,9 +136,12 @@ class Watcher:
             try:
                 train = await trainer.call(ANSWER_S, Trainer.report)
                 workers.append(Worker(f"trainer-{rank}", train.doing, train.seconds))
+                if train.forms:
+                    forms[f"trainer-{rank}"] = list(train.forms)
             except (DeadlineExceeded, WorkerDied) as silence:
                 workers.append(Worker(f"trainer-{rank}", str(silence), {}))
-        return workers, rollouts
+        forms |= {name: list(rollout.engine.forms) for name, rollout in rollouts.items() if rollout.engine.forms}
+        return workers, rollouts, forms
 
     def _rates(self, now: float, rollout: float, train: float) -> tuple[float, float]:
         last, passed = self._last, max(now - self._last["at"], 1e-9)

@@ -145,7 +145,17 @@ async def _start(recipe: Recipe, folder: Path, runtime: Runtime, *, resume: bool
         system.note = _resumed(folder, cut, first_step)
     for rank in range(recipe.rollout.workers):
         await system.start_rollout(f"rollout-{rank}")
+    system.note = "; ".join(filter(None, [system.note, *await _forms(system)]))
     return system
+
+
+async def _forms(system: System) -> list[str]:
+    """How tokens reach experts on other ranks, in each pool: what was asked for, what runs and why."""
+    train = await system.trainer.refs[0].call(START_S, Trainer.report)
+    rollouts = [await ref.call(START_S, RolloutWorker.report) for ref in system.rollouts.values()]
+    told = [f"trainer: {line}" for line in train.forms]
+    told += [f"engine: {line}" for rollout in rollouts[:1] for line in rollout.engine.forms]
+    return told
 
 
 def _resumed(folder: Path, cut: Path | None, first_step: int) -> str:

@@ -8,7 +8,7 @@ Shape letters: T tokens, K experts per token, E experts held here, R rows given 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from contraflow.errors import DispatchError
 
 H = TypeVar("H")
+Phase = Literal["train", "prefill", "decode"]  # what a pass is part of: how large it is, and what it costs to be late
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,10 @@ Answer = Callable[[Rows[Any]], Tensor]  # the experts: rows in, their answers ti
 
 class Dispatch(Protocol[H]):
     """Carries tokens to experts and back. Differentiable in `x`, `weights` and `y`."""
+
+    def enter(self, phase: Phase) -> None:
+        """The passes from now on are of this phase. Only forms that differ by phase care."""
+        return
 
     def mix(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor, answer: Answer) -> Tensor:
         """Dispatch, experts and combine in one, `[T, D]`: forms that can do one while another runs have their own."""

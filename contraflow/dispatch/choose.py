@@ -10,14 +10,14 @@ Shape letters: T tokens of a rank, D width, F hidden width of an expert, L exper
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from contraflow.dispatch.base import Dispatch, Rows
+from contraflow.dispatch.base import Dispatch, Phase, Rows
 from contraflow.dispatch.domains import Traffic
 from contraflow.dispatch.exchange import Links
 from contraflow.dispatch.open import open_dispatch
@@ -25,8 +25,6 @@ from contraflow.dispatch.wire import Wire
 from contraflow.errors import DispatchError
 from contraflow.telemetry import Clock
 
-Phase = Literal["train", "prefill", "decode"]
-PHASES: tuple[Phase, ...] = ("train", "prefill", "decode")
 CANDIDATES = ("all_to_all", "hierarchical", "overlapped", "per_expert")  # of equals, the first is taken
 CLOSE = 0.03  # forms within this share of the fastest are equals: a repeat could turn them round
 

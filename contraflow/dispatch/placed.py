@@ -8,7 +8,7 @@ as in `placement` and `base`.
 import torch
 from torch import Tensor
 
-from contraflow.dispatch.base import Answer, Dispatch, H, Rows, check_pairs
+from contraflow.dispatch.base import Answer, Dispatch, H, Phase, Rows, check_pairs
 from contraflow.dispatch.placement import Table, to_slots
 from contraflow.errors import DispatchError
 
@@ -45,6 +45,10 @@ class Placed(Dispatch[H]):
     def combine(self, y_RD: Tensor, handle: H) -> Tensor:
         """See `Dispatch.combine`."""
         return self._inner.combine(y_RD, handle)
+
+    def enter(self, phase: Phase) -> None:
+        """See `Dispatch.enter`."""
+        self._inner.enter(phase)
 
     def _slots(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         check_pairs(x_TD, expert_ids_TK, weights_TK)

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from contraflow.dispatch.base import Dispatch, Rows
+from contraflow.dispatch.base import Dispatch, Phase, Rows
 from contraflow.dispatch.exchange import Exchange
 from contraflow.dispatch.wire import as_bytes, from_bytes
 
@@ -46,6 +46,10 @@ class SplitTokens(Dispatch[Part[H]]):
         y_SD = self.inner.combine(y_RD, handle.inner)
         whole: Tensor = _Join.apply(y_SD, self._exchange, *self._mine(handle.tokens), handle.tokens)  # type: ignore[no-untyped-call]
         return whole
+
+    def enter(self, phase: Phase) -> None:
+        """See `Dispatch.enter`."""
+        self.inner.enter(phase)
 
     def _mine(self, tokens: int) -> tuple[int, int]:
         return part(tokens, self._exchange.size, self._exchange.place)

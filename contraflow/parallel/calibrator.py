@@ -9,7 +9,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from contraflow.config import Parallel
-from contraflow.dispatch.choose import Phase, Shape, Table, calibrate
+from contraflow.dispatch.base import Phase
+from contraflow.dispatch.choose import Shape, Table, calibrate
 from contraflow.parallel.experts import links
 from contraflow.parallel.mesh import open_mesh
 from contraflow.runtime.base import Host, Rendezvous

@@ -12,6 +12,7 @@ from contraflow.dispatch.domains import Topology
 from contraflow.dispatch.group import GroupLinks
 from contraflow.dispatch.local import LocalDispatch
 from contraflow.dispatch.open import open_dispatch
+from contraflow.dispatch.phased import Phased
 from contraflow.dispatch.split import SplitTokens
 from contraflow.model.families import ModelConfig
 from contraflow.parallel.mesh import Mesh
@@ -22,17 +23,23 @@ def open_experts(config: ModelConfig, mesh: Mesh, *, max_tokens: int | None = No
     parallel = mesh.parallel
     dispatch: Dispatch[Any] = LocalDispatch(config.experts)
     if parallel.ep > 1:
-        dispatch = open_dispatch(
-            parallel.dispatch,
-            links(mesh, mesh.ep),
-            experts=config.experts,
-            wire=parallel.wire,
-            max_tokens=max_tokens,
-            device=mesh.device,
-        )
+        dispatch = open_forms(mesh, links(mesh, mesh.ep), experts=config.experts, max_tokens=max_tokens)
     if parallel.tp > 1:
         dispatch = SplitTokens(dispatch, links(mesh, mesh.tp).exchange(range(parallel.tp)))
     return dispatch
+
+
+def open_forms(mesh: Mesh, reach: GroupLinks, *, experts: int, max_tokens: int | None) -> Dispatch[Any]:
+    """A dispatch to `experts`, of the form that each phase of the mesh has; of one alone, if all have the same."""
+    parallel = mesh.parallel
+    forms = mesh.forms or {"train": parallel.dispatch}
+    opened = {
+        kind: open_dispatch(kind, reach, experts=experts, wire=parallel.wire, max_tokens=max_tokens, device=mesh.device)
+        for kind in dict.fromkeys(forms.values())
+    }
+    if len(opened) == 1:
+        return opened[forms[next(iter(forms))]]
+    return Phased({phase: opened[kind] for phase, kind in forms.items()})
 
 
 def links(mesh: Mesh, group: dist.ProcessGroup) -> GroupLinks:

@@ -3,9 +3,9 @@
 Takes a rendezvous and the wanted sizes, gives a `Mesh`. Does not know the model or what is exchanged.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from contraflow.config import Parallel
+from contraflow.dispatch.base import Phase
 from contraflow.dispatch.group import Store
 from contraflow.errors import ConfigError
 from contraflow.parallel.layout import Place, place
@@ -40,6 +41,7 @@ class Mesh:
     pp: dist.ProcessGroup
     stage: dist.ProcessGroup  # all ranks of the same pipeline stage
     store: Store  # what all ranks can read and write
+    forms: Mapping[Phase, str] = field(default_factory=dict)  # of dispatch, by phase; none: what the settings ask for
 
     @property
     def first(self) -> bool:

@@ -14,14 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from contraflow.dispatch.domains import Topology
-from contraflow.dispatch.open import open_dispatch
 from contraflow.dispatch.placed import Placed
 from contraflow.dispatch.placement import Placement, Sizes, contiguous
 from contraflow.dispatch.split import SplitTokens
 from contraflow.model.decoder import Decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.moe import MoE
-from contraflow.parallel.experts import links
+from contraflow.parallel.experts import links, open_forms
 from contraflow.parallel.mesh import Mesh
 
 
@@ -65,14 +64,7 @@ def open_slots(decoder: Decoder, mesh: Mesh, *, spare: int, max_tokens: int | No
     parallel, reach = mesh.parallel, links(mesh, mesh.ep)
     sizes = slot_sizes(decoder.config, reach.topology, spare=spare)
     first = contiguous(sizes).table(mesh.here.ep)
-    inner = open_dispatch(
-        parallel.dispatch,
-        reach,
-        experts=sizes.ranks * sizes.slots,
-        wire=parallel.wire,
-        max_tokens=max_tokens,
-        device=mesh.device,
-    )
+    inner = open_forms(mesh, reach, experts=sizes.ranks * sizes.slots, max_tokens=max_tokens)
     mates = links(mesh, mesh.tp).exchange(range(parallel.tp)) if parallel.tp > 1 else None
     found: dict[int, Placed[Any]] = {}
     for index, layer in enumerate(decoder.layers):

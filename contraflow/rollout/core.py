@@ -46,9 +46,10 @@ class EngineCore:
         version: Version | None,
         peers: Peers | None = None,
         slots: "ExpertSlots | None" = None,
+        told: tuple[str, ...] = (),
     ) -> None:
         """`peers` are the other ranks that `decoder` is a part of a model with; None: it is whole. `slots` is where
-        its experts lie; None: in order."""
+        its experts lie; None: in order. `told` goes into reports: how tokens reach them."""
         blocks = section.kv_tokens // section.block_tokens
         if blocks < 1:
             raise ConfigError(
@@ -62,6 +63,7 @@ class EngineCore:
         self.version = version
         self.account = Account(clock, "idle")
         self._clock = clock
+        self._told = told
         self._peers = peers or Alone()
         self._pool = BlockPool(blocks, section.block_tokens)
         self._scheduler = Scheduler(
@@ -161,7 +163,7 @@ class EngineCore:
         prefill, decode = self._peers.passes(bool(plan.chunks), bool(plan.ready or self._rows.count))
         if prefill:
             account.switch("prefill")
-            passes.prefill(plan.chunks) if plan.chunks else passes.idle()
+            passes.prefill(plan.chunks) if plan.chunks else passes.idle("prefill")
             self._fed_tokens += sum(chunk.end - chunk.start for chunk in plan.chunks)
         if plan.copies:
             passes.copy(plan.copies)
@@ -175,7 +177,7 @@ class EngineCore:
             self._finish(self._rows.advance(sampled_2B))
         elif decode:
             account.switch("decode")
-            passes.idle()
+            passes.idle("decode")
         self._steps += 1
         account.switch("idle")
 
@@ -210,6 +212,7 @@ class EngineCore:
             longest_stall_s=self._longest_stall_s,
             seconds=self.account.seconds(),
             doing=self.account.cause,
+            forms=self._told,
         )
 
     def _limit(self, request: Request) -> int:

@@ -38,6 +38,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     in_order: float = 0.0  # expert tokens of the busiest rank over the mean, mean over layers, had they never been
     imbalance: float = 0.0  # the same as it was before the last time
     promised: float = 0.0  # the same loads as experts have lain since
+    forms: tuple[str, ...] = ()  # how tokens reach experts on other ranks: asked for, chosen, and why
 
 
 class Engine(Protocol):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from contraflow.config import Engine as EngineSection
+from contraflow.dispatch.base import Phase
 from contraflow.dispatch.local import LocalDispatch
 from contraflow.model.attention import Attention, PagedPlan, Plan
 from contraflow.model.cache import KVCache
@@ -77,6 +78,7 @@ class Passes:
         if self.device.type != "cpu" and all(isinstance(mixture.dispatch, LocalDispatch) for mixture in mixtures):
             # The exact form reads a count on the host; the fixed form has a row for each pair, so none is lost.
             decoder.use_dispatch(LocalDispatch(config.experts, capacity=1 << 40))
+        self._spread = [mixture.dispatch for mixture in mixtures if not isinstance(mixture.dispatch, LocalDispatch)]
         self.near: RowCache | None = None
         if self.device.type == "cpu" and section.max_sequences * section.context_tokens <= section.kv_tokens:
             # Every row could be full and it would still take no more memory than the cache and a layer.
@@ -86,6 +88,7 @@ class Passes:
     @torch.inference_mode()
     def prefill(self, chunks: Rows[Chunk]) -> None:
         """Compute and cache the K/V of all chunks in one pass over T = the sum of their tokens."""
+        self.enter("prefill")
         block_tokens = self.cache.block_tokens
         ends = np.cumsum([chunk.end - chunk.start for chunk in chunks])
         positions_T = np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks])
@@ -108,8 +111,9 @@ class Passes:
         self._forward(tokens, positions, PagedPlan(self.cache, tables, lengths, slots, queries), slots)
 
     @torch.inference_mode()
-    def idle(self) -> None:
+    def idle(self, phase: Phase) -> None:
         """Take part, with no tokens, in a pass that other ranks have tokens for."""
+        self.enter(phase)
         none_T = torch.zeros(0, dtype=torch.int64, device=self.device)
         self.decoder(none_T, none_T, _Nobody())
 
@@ -151,8 +155,14 @@ class Passes:
         if moves:
             self.near.spill(*zip(*moves, strict=True))
 
+    def enter(self, phase: Phase) -> None:
+        """The pass that follows is of this phase, on all ranks: tokens may travel in another form."""
+        for dispatch in self._spread:
+            dispatch.enter(phase)
+
     def decode(self) -> Int32:
         """Feed each row's token and sample its next: `[2, B]` on the host, tokens and the bits of their logprobs."""
+        self.enter("decode")
         rows, blocks = self.rows, self.rows.prepare()
         if self.device.type != "cpu":
             blocks = min(bucket(blocks), rows.tables.shape[1])

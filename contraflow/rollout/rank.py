@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from contraflow.config import Engine as EngineSection
+from contraflow.dispatch.base import Phase
 from contraflow.errors import DeadlineExceeded
 from contraflow.model.decoder import Decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.folder import open_folder, read_config
 from contraflow.model.names import Part, parts
 from contraflow.model.reading import TensorFiles
+from contraflow.parallel.forms import choose_forms
 from contraflow.parallel.layout import Shard, shards
 from contraflow.parallel.mesh import Mesh, open_mesh
 from contraflow.parallel.pieces import Shape, shapes
@@ -54,31 +56,40 @@ def join_ranks(
     clock: Clock,
     version: Version | None = None,
     device: torch.device | str = "cpu",
+    config: ModelConfig | None = None,
 ) -> Rank:
     """Join the engine's ranks with `part(mesh)` of the model, whose weights are `version`'s if they may be served.
 
+    With the model's `config`, a dispatch of "auto" is measured before it is chosen.
+
     Collective. Raises DeadlineExceeded, or what torch raises, when a rank does not come; ConfigError for a bad fit.
     """
-    parallel = section.parallel
+    parallel, told = section.parallel, tuple[str, ...]()
     stack = ExitStack()
     with stack:
         mesh = stack.enter_context(
             open_mesh(parallel, rank=rendezvous.rank, init_method=rendezvous.init_method, device=device)
         )
+        if config is not None:
+            most: dict[Phase, int] = {"prefill": section.prefill_tokens, "decode": bucket(section.max_sequences)}
+            mesh, told = choose_forms(mesh, config, most, clock=clock, dtype=torch.float32)
         star = open_star(mesh.world, rendezvous.init_method, deadline_s=parallel.deadline_s, device=device)
         stack.enter_context(closing(star))
         decoder = part(mesh)
         slots = None
         if section.replace_every:
             slots = open_slots(decoder, mesh, spare=section.spare_experts, max_tokens=most_tokens(section))
-        core = EngineCore(decoder, section, clock=clock, version=version, peers=StarPeers(star, mesh), slots=slots)
+        core = EngineCore(
+            decoder, section, clock=clock, version=version, peers=StarPeers(star, mesh), slots=slots, told=told
+        )
         stack = stack.pop_all()
     return Rank(mesh, star, core, stack.close)
 
 
 def load_rank(section: EngineSection, folder: Path, rendezvous: Rendezvous, *, clock: Clock) -> Rank:
     """Join the engine's ranks with this rank's part of a model folder. Collective. Also raises ModelError."""
-    return join_ranks(section, rendezvous, lambda mesh: load_part(folder, mesh, section), clock=clock)
+    config = read_config(folder)
+    return join_ranks(section, rendezvous, lambda mesh: load_part(folder, mesh, section), clock=clock, config=config)
 
 
 def load_part(folder: Path, mesh: Mesh, section: EngineSection) -> Decoder:

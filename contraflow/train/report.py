@@ -54,3 +54,4 @@ class TrainReport(msgspec.Struct, frozen=True):
     steps: int  # done by this process
     refused: int  # of these, not applied, since a loss or gradient was not finite
     updates: int  # optimizer updates applied since the run began
+    forms: tuple[str, ...] = ()  # how tokens reach experts on other ranks: asked for, chosen, and why

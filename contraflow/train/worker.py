@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import torch
 
 from contraflow import config
 from contraflow.buffer.service import Buffer
@@ -19,6 +20,7 @@ from contraflow.dispatch.exchange import agree
 from contraflow.errors import ConfigError, DispatchError
 from contraflow.model.folder import read_config
 from contraflow.parallel.experts import links
+from contraflow.parallel.forms import choose_forms
 from contraflow.parallel.mesh import Mesh, open_mesh
 from contraflow.runtime.base import Address, Host, Ref, Rendezvous
 from contraflow.telemetry import Account
@@ -48,12 +50,14 @@ class Trainer:
         threaded: bool,
         fetch_deadline_s: float,
         leave: Callable[[], None] = lambda: None,
+        forms: tuple[str, ...] = (),
     ) -> None:
-        """`leave` is called last, when the worker closes."""
+        """`leave` is called last, when the worker closes; `forms` is reported: how tokens reach experts elsewhere."""
         self._learner = learner
         self._buffer = buffer
         self._fetch_deadline_s = fetch_deadline_s
         self._leave = leave
+        self._forms = forms
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learn") if threaded else None
         learner.account.switch("wait")
@@ -88,6 +92,7 @@ class Trainer:
             steps=self._learner.steps,
             refused=self._learner.refused,
             updates=self._learner.optimizer.updates,
+            forms=self._forms,
         )
 
     async def close(self) -> None:
@@ -130,11 +135,13 @@ def make_trainer(
         raise ConfigError(f"a trainer of {rendezvous.world} ranks was started, but {parallel!r} wants {parallel.ranks}")
     account, meeting = Account(host.clock), ExitStack()
     try:
-        mesh = None
+        mesh, told = None, tuple[str, ...]()
         if rendezvous.world > 1:
             joined = open_mesh(parallel, rank=rendezvous.rank, init_method=rendezvous.init_method)
             mesh = meeting.enter_context(joined)
             _agree(mesh, {"train": train, "loss": loss, "weights": weights}, place)
+            model, most = read_config(Path(place.model_folder)), train.tokens_per_batch
+            mesh, told = choose_forms(mesh, model, {"train": most}, clock=host.clock, dtype=torch.float32)
         learner = Learner(account, train=train, loss=loss, weights=weights, place=place, mesh=mesh)
     except BaseException:
         meeting.close()
@@ -145,6 +152,7 @@ def make_trainer(
         threaded=place.threaded,
         fetch_deadline_s=train.step_deadline_s,
         leave=meeting.close,
+        forms=told,
     )
 
 

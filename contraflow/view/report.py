@@ -134,6 +134,7 @@ def _system(steps: Sequence[Record], by_kind: Mapping[str, Sequence[Record]]) ->
             "Tokens per expert over the last quarter of the steps, 1.00 being an even share.",
         ),
         *_placement(pools),
+        *_forms(pools),
         _card("Groups", _table(pools[-1]["groups"] if pools else {})),
         _card("What went wrong", _troubles(by_kind)),
     ]
@@ -151,6 +152,15 @@ def _placement(pools: Sequence[Record]) -> list[str]:
     }
     note = "Expert tokens of the busiest rank over the mean, on the loads that experts were last placed by."
     return [_card("Placement of experts", _table(told), note)]
+
+
+def _forms(pools: Sequence[Record]) -> list[str]:
+    """How tokens reach experts on other ranks, by process; nothing where every process holds all of them."""
+    forms = pools[-1].get("forms", {}) if pools else {}
+    if not forms:
+        return []
+    told = {name: "; ".join(lines) for name, lines in sorted(forms.items())}
+    return [_card("Tokens to experts", _table(told), "What was asked for or measured, and what runs.", wide=True)]
 
 
 def _by_step(steps: Sequence[Record], key: str) -> Points:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contraflow.dispatch.choose import CANDIDATES, CLOSE, Entry, Phase, Shape, Table, calibrate
+from contraflow.dispatch.base import Phase
+from contraflow.dispatch.choose import CANDIDATES, CLOSE, Entry, Shape, Table, calibrate
 from contraflow.dispatch.domains import Topology
 from contraflow.dispatch.exchange import Links
 from contraflow.dispatch.virtual import VirtualWorld
