@@ -2,8 +2,8 @@
 
 Each fp32 weight of the head is taken as the sum of two bf16 numbers, 16 bits of its 24, and both are multiplied with
 the hidden states in one product: a bf16 times a bf16 is exact in fp32, where they are added up. So a logit is off by
-about 2^-17 of its terms, where TF32 would be off by 2^-11. The gradients of logits are rounded to bf16, 2^-9 of each,
-before they are multiplied, as those of all other matmuls in bf16 compute are.
+2^-16 of its terms at most, where TF32 would be off by 2^-11. The gradients of logits are rounded to bf16, by 2^-8 at
+most, before they are multiplied, as those of all other matmuls in bf16 compute are.
 
 Shape letters: T tokens, D width, V vocabulary, C tokens of a chunk.
 """
