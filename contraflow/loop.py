@@ -166,6 +166,8 @@ class Loop:
                 continue  # overtaken while it waited
             if not report.served:
                 raise CarrierError(f"{name} refused version {manifest.version}: {report.reason}")
+            if report.differs:
+                self.progress.note = f"{name}: {report.differs}"
             await self.system.buffer.call(CALL_S, Buffer.served, manifest.version)
             await self._note(served=(name, manifest.version))
             if self._look_due(name, manifest.version.n):

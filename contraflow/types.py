@@ -215,3 +215,4 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     chunk_bytes: int
     digests: tuple[str, ...]  # one per chunk, in order
     probe: Probe
+    wire: str = "same"  # precision in which the trainer's tokens travel to experts: an engine's may differ, and says so

@@ -27,6 +27,7 @@ class RefreshReport(msgspec.Struct, frozen=True, kw_only=True):
     stall_s: float = 0.0  # in which the engine could run no step
     served: bool
     reason: str = ""
+    differs: str = ""  # in what the engine computes unlike the trainer, if in anything
 
 
 class Refresher:
@@ -46,11 +47,12 @@ class Refresher:
         expected: Expected | None = None,
         fetching: Literal["thread", "inline"] = "thread",
         deadline_s: float = 30.0,
+        wire: str = "same",
     ) -> None:
         """`expected`: what the engine can take, checked before anything is loaded (the engine checks again itself).
 
         `fetching` "inline" loads on the calling thread: for runs that must be deterministic. `deadline_s` bounds one
-        refresh, waiting for its turn included.
+        refresh, waiting for its turn included. `wire` is the precision in which the engine's tokens travel to experts.
         """
         if deadline_s <= 0:
             raise ConfigError(f"deadline_s = {deadline_s}: a refresh needs more than 0 seconds")
@@ -60,6 +62,7 @@ class Refresher:
         self._expected = expected
         self._fetching = fetching
         self._deadline_s = deadline_s
+        self._wire = wire
         self._turn = asyncio.Lock()
         self._asked: list[Version] = []  # of the refreshes under way
         self._held: list[Fetched] = []
@@ -100,7 +103,12 @@ class Refresher:
             fetched.close()
             return msgspec.structs.replace(overtaken, bytes=nbytes, fetch_s=fetch_s)
         stall_s = await self._swap(fetched)
-        return RefreshReport(version=version, bytes=nbytes, fetch_s=fetch_s, stall_s=stall_s, served=True)
+        differs = ""
+        if manifest.wire != self._wire:
+            differs = f"tokens travel to experts as {self._wire!r} in the engine, as {manifest.wire!r} in the trainer"
+        return RefreshReport(
+            version=version, bytes=nbytes, fetch_s=fetch_s, stall_s=stall_s, served=True, differs=differs
+        )
 
     async def _fetch(self, manifest: Manifest) -> Fetched:
         if self._fetching == "inline":

@@ -234,6 +234,7 @@ def make_rollout_worker(  # noqa: PLR0913 - the sections of a recipe that are th
         expected=expected,
         fetching=stepping,
         deadline_s=weights.refresh_deadline_s,
+        wire=engine.parallel.wire,
     )
     stage = Stage(engine=opened, tokenizer=tokenizer, guard=guard, limits=Limits.of(rollout, engine))
     ref = host.connect(buffer)

@@ -165,6 +165,7 @@ class Learner:
                 model=self._spread.config.digest(),
                 probe=probe,
                 chunk_bytes=self._weights.chunk_bytes,
+                wire=self._train.parallel.wire,
             )
 
     def _save(self, step: int) -> Path:

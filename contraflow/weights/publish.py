@@ -23,10 +23,11 @@ def publish(
     probe: Probe,
     carrier: Carrier,
     chunk_bytes: int,
+    wire: str = "same",
 ) -> Manifest:
     """Write `tensors` (any device, any strides; their values must stand still meanwhile) as `version`.
 
-    `model` is the digest of the model's configuration. Nothing can be read until all of it is written and hashed; on
+    `model` is the digest of the model's configuration, `wire` a fact for engines (see `Manifest`). Nothing can be read until all of it is written and hashed; on
     any failure what was written is freed. Raises: CarrierError, also if `version` is not newer than all that are there
     (a trainer of a dead line cannot publish beside its successor); BlobError.
     """
@@ -49,6 +50,7 @@ def publish(
             chunk_bytes=chunk_bytes,
             digests=tuple(digests),
             probe=probe,
+            wire=wire,
         )
         sink.commit(manifest)
     except BaseException:
@@ -78,7 +80,14 @@ class Publisher:
         return self._newest
 
     def publish(
-        self, tensors: Mapping[str, torch.Tensor], *, version: Version, model: str, probe: Probe, chunk_bytes: int
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        version: Version,
+        model: str,
+        probe: Probe,
+        chunk_bytes: int,
+        wire: str = "same",
     ) -> Manifest:
         """Publish `version`, whose parent is the one before it; then retire what is beyond the newest `keep`.
 
@@ -92,6 +101,7 @@ class Publisher:
             probe=probe,
             carrier=self._carrier,
             chunk_bytes=chunk_bytes,
+            wire=wire,
         )
         self._newest = version
         self._retire()

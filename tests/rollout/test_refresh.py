@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -474,3 +475,18 @@ def test_what_a_swap_may_have_to_roll_back_to_is_mapped_until_the_swap_has_ended
 def test_a_deadline_of_nothing_is_refused(memory: Callable[[], Carrier]) -> None:
     with pytest.raises(ConfigError, match="deadline_s = 0"):
         refresher_of(scripted(), memory(), deadline_s=0)
+
+
+def test_a_precision_in_which_engine_and_trainer_differ_is_declared_and_said(
+    publisher: Publisher, memory: Callable[[], Carrier]
+) -> None:
+    async def body() -> None:
+        said = []
+        for n, (trainer, engine) in enumerate([("same", "same"), ("fp8", "fp8"), ("same", "fp8")]):
+            manifest = msgspec.structs.replace(publish(publisher, decoder_of(n), n + 1), wire=trainer)
+            report = await refresher_of(scripted(), memory(), wire=engine).refresh(manifest)
+            assert report.served
+            said.append(report.differs)
+        assert said == ["", "", "tokens travel to experts as 'fp8' in the engine, as 'same' in the trainer"]
+
+    run(body)
