@@ -27,9 +27,10 @@ def publish(
 ) -> Manifest:
     """Write `tensors` (any device, any strides; their values must stand still meanwhile) as `version`.
 
-    `model` is the digest of the model's configuration, `wire` a fact for engines (see `Manifest`). Nothing can be read until all of it is written and hashed; on
-    any failure what was written is freed. Raises: CarrierError, also if `version` is not newer than all that are there
-    (a trainer of a dead line cannot publish beside its successor); BlobError.
+    `model` is the digest of the model's configuration, `wire` a fact for engines (see `Manifest`). Nothing can be read
+    until all of it is written and hashed; on any failure what was written is freed. Raises: CarrierError, also if
+    `version` is not newer than all that are there (a trainer of a dead line cannot publish beside its successor);
+    BlobError.
     """
     there = carrier.versions()
     if there and version <= there[-1]:

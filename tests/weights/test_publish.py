@@ -70,6 +70,7 @@ def test_what_is_trained_on_after_a_publish_does_not_reach_what_was_published(
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
 def test_tensors_on_a_gpu_arrive(publisher: Publisher, carrier: Carrier) -> None:
     tensors = {"w": torch.randn(300, 7, device="cuda"), "b": torch.randn(9, device="cuda", dtype=torch.bfloat16)}
     found = roundtrip(publisher, carrier, tensors)
