@@ -32,7 +32,7 @@ NAMED = [
     (r"rms_norm|RMSNorm|RmsNorm", "norms"),
     (r"_to_copy|ToCopy", "casts"),
     (r"_Copied", "gradients added up"),
-    (r"_Spread|_Gather|_sum_rows|_owned_rows|aten::sort|searchsorted", "dispatch"),
+    (r"_Spread|_Gather|_sum_rows|_added_rows|_owned_rows|aten::sort|searchsorted", "dispatch"),
     (r"aten::(mm|addmm|linear|matmul)$|(Mm|Addmm|Linear)Backward", "dense matmuls"),
     (r"embedding|Embedding", "embedding"),
 ]

@@ -129,7 +129,7 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor | None, ...]:
-        return compiled(_sum_rows, ctx.fuse)(grad_RD, *ctx.saved_tensors), None, None, None, None
+        return (compiled(_added_rows) if ctx.fuse else _sum_rows)(grad_RD, *ctx.saved_tensors), None, None, None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -139,7 +139,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, y_RD: Tensor, token_R: Tensor, row_TK: Tensor, present_TK: Tensor, fuse: bool) -> Tensor:
         ctx.save_for_backward(token_R, present_TK)
         ctx.fuse = fuse
-        return compiled(_sum_rows, fuse)(y_RD, row_TK, present_TK)
+        return (compiled(_added_rows) if fuse else _sum_rows)(y_RD, row_TK, present_TK)
 
     @staticmethod
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
@@ -158,3 +158,14 @@ def _sum_rows(y_RD: Tensor, row_TK: Tensor, present_TK: Tensor) -> Tensor:
     y_TKD = y_RD.index_select(0, row_TK.reshape(-1)).view(tokens, choices, -1)
     # where, not times: rows past the real ones may hold NaN after a grouped matmul
     return torch.where(present_TK[..., None], y_TKD, 0.0).sum(1)
+
+
+def _added_rows(y_RD: Tensor, row_TK: Tensor, present_TK: Tensor) -> Tensor:
+    # Choice by choice: as a reduction over so few, the compiler makes a kernel that takes five times as long.
+    wide = torch.promote_types(y_RD.dtype, torch.float32)
+    sum_TD = y_RD.new_zeros(row_TK.shape[0], y_RD.shape[1], dtype=wide)
+    if y_RD.shape[0] == 0:
+        return sum_TD.to(y_RD.dtype)
+    for row_T, present_T in zip(row_TK.unbind(1), present_TK.unbind(1), strict=True):
+        sum_TD = sum_TD + torch.where(present_T[:, None], y_RD.index_select(0, row_T), 0.0)
+    return sum_TD.to(y_RD.dtype)

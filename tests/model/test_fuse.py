@@ -118,3 +118,20 @@ def test_a_fused_decoder_can_be_copied() -> None:
     decoder.fuse()
     twin = copy.deepcopy(decoder)
     assert torch.equal(decoder(TOKENS, TOKENS, PackedPlan(STARTS)), twin(TOKENS, TOKENS, PackedPlan(STARTS)))
+
+
+@pytest.mark.parametrize("shape", [(7, 3), (1, 1), (4, 0), (0, 2)])
+def test_fused_dispatch_keeps_pairs_without_an_expert_and_odd_shapes_right(shape: tuple[int, int]) -> None:
+    tokens = shape[0]
+    ids = torch.randint(-1, 3, shape)
+    x, weights = torch.randn(tokens, 4, requires_grad=True), torch.rand(shape)
+    outs, grads = [], []
+    for fuse in (False, True):
+        dispatch = LocalDispatch(3, capacity=100)
+        dispatch.fuse = fuse
+        rows = dispatch.dispatch(x, ids, weights)
+        out = dispatch.combine(rows.x_RD * rows.weights_R[:, None], rows.handle)
+        outs.append(out)
+        grads.append(torch.autograd.grad(out.square().sum(), x)[0])
+    torch.testing.assert_close(outs[1], outs[0])
+    torch.testing.assert_close(grads[1], grads[0])
