@@ -30,6 +30,7 @@ import torch.distributed as dist
 from bench import record
 from bench.links import slow_link
 from contraflow.config import Engine, Parallel, Train
+from contraflow.dispatch.base import Phase
 from contraflow.dispatch.domains import Traffic
 from contraflow.dispatch.overlap import OverlapDispatch
 from contraflow.dispatch.spread import SpreadDispatch
@@ -37,14 +38,15 @@ from contraflow.model.decoder import Decoder, new_decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.folder import save_folder
 from contraflow.model.moe import MoE
+from contraflow.parallel.forms import choose_forms
 from contraflow.parallel.mesh import Mesh, open_mesh
 from contraflow.parallel.spread import load_spread
-from contraflow.parallel.team import Team
 from contraflow.rollout.follow import follow
 from contraflow.rollout.rank import join_ranks, led_engine, load_part
 from contraflow.runtime.base import Rendezvous
 from contraflow.telemetry import Account
 from contraflow.train.batcher import pack
+from contraflow.train.crew import open_crew
 from contraflow.train.forward import Fed, Scored
 from contraflow.train.optimizer import Optimizer
 from contraflow.train.update import Updater
@@ -141,6 +143,7 @@ def rank_work(options: argparse.Namespace) -> Row:
     torch.set_flush_denormal(True)
     meetings = Meetings()
     found: Row = {"link_bytes_per_s": measure_link(options, meetings)}
+    found["chosen"] = chosen(options, meetings)
     for form in FORMS:
         found[f"rollout {form}"] = rollout(options, form, meetings)
     for form in FORMS[:3]:
@@ -167,6 +170,14 @@ def measure_link(options: argparse.Namespace, meetings: Meetings) -> float:
             dist.barrier(group=mesh.world)
             seconds.append(time.perf_counter() - began)
         return DOMAIN_RANKS * sum(sizes) / statistics.median(seconds)
+
+
+def chosen(options: argparse.Namespace, meetings: Meetings) -> dict[str, str]:
+    """What "auto" takes here, and what it saw."""
+    with open_mesh(parallel_of("auto", options), rank=options.rank, init_method=meetings.next()) as mesh:
+        most: dict[Phase, int] = {"train": options.tokens, "decode": options.tokens}
+        chose, told = choose_forms(mesh, model(options), most, clock=time.perf_counter, dtype=torch.float32)
+        return {"training": chose.forms["train"], "rollout": chose.forms["decode"], "told": "; ".join(told)}
 
 
 def rollout(options: argparse.Namespace, form: str, meetings: Meetings) -> Row | None:
@@ -218,11 +229,12 @@ def requests(count: int, new_tokens: int) -> Iterator[Request]:
 def training(options: argparse.Namespace, form: str, meetings: Meetings) -> Row:
     """Tokens a second of the trainer over four ranks: forward, backward, gradient sums and AdamW."""
     with open_mesh(parallel_of(form, options), rank=options.rank, init_method=meetings.next()) as mesh:
-        spread, team = load_spread(options.model, mesh), Team(mesh)
+        spread, account = load_spread(options.model, mesh), Account(time.perf_counter)
+        crew = open_crew(spread.decoder, mesh, account, temperature=1.0)
         optimizer = Optimizer(spread.decoder, Train(), spread)
-        updater = Updater(spread.decoder, optimizer, Account(time.perf_counter), team=team)
+        updater = Updater(spread.decoder, optimizer, account, crew)
         samples = [sample(seed, options.tokens // 8) for seed in range(8 * RANKS)]
-        batches = pack(samples, tokens_per_batch=options.tokens, reduction="token", shares=team.shares)
+        batches = pack(samples, tokens_per_batch=options.tokens, reduction="token", shares=crew.team.shares)
         updater.update(batches, objective)
         traffic = traffic_of(spread.decoder)
         traffic.take()
@@ -270,6 +282,7 @@ def summary(mbit: int, starts: list[list[Row]]) -> list[Row]:
                     "mbit": mbit, "work": work, "form": form, "tokens_per_s": record.spread(speeds),
                     "across_bytes_per_token": sum(rank["across"] for rank in runs[0]) / runs[0][0]["tokens"],
                     "inside_bytes_per_token": sum(rank["inside"] for rank in runs[0]) / runs[0][0]["tokens"],
+                    "chosen_by_auto": [ranks[0]["chosen"][work] == form for ranks in starts].count(True),
                     "link_bytes_per_s": statistics.median(ranks[0]["link_bytes_per_s"] for ranks in starts),
                 }
             )  # fmt: skip
@@ -303,6 +316,7 @@ def show(rows: list[Row], starts: list[list[Row]]) -> None:
             f"{row['work']:10}{NAMES[row['form']]:28}{speed['median']:10.0f}"
             f"  {speed['least']:.0f}-{speed['largest']:.0f}"
             f"   {row['across_bytes_per_token']:12.0f}         {gains}"
+            f"{'   <- auto, ' + str(row['chosen_by_auto']) + ' starts' if row['chosen_by_auto'] else ''}"
         )
 
 
