@@ -19,6 +19,8 @@ Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Compute = Literal["float32", "bfloat16"]
+Device = Annotated[str, Field(pattern="^(cpu|cuda|cuda:[0-9]{1,4})$")]
 
 
 class Section(BaseModel):
@@ -120,6 +122,8 @@ class Engine(Section):
     prefill_tokens: Count = 2048  # prompt tokens computed in one step
     on_refresh: Literal["keep", "recompute"] = "keep"  # KV cache of unfinished sequences when weights change
     routes: bool = False  # record each token's experts
+    device: Device = "cpu"  # cpu, cuda or cuda:N: rank r takes GPU N + r, further workers the ones behind
+    compute: Compute = "float32"  # of the forward pass; bfloat16 keeps weights so, but for router and head
     replace_every: Annotated[int, Field(ge=0)] = 0  # refreshes between placements of experts by load; 0: in order
     spare_experts: Annotated[int, Field(ge=0)] = 0  # slots of each rank for replicas of popular experts
     parallel: Parallel = Parallel()  # how each worker's model is spread; cache and sequences are those of a dp rank
@@ -188,6 +192,8 @@ class Train(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0  # AdamW's
     betas: tuple[Decay, Decay] = (0.9, 0.95)  # AdamW's
     clip_norm: Annotated[float, Field(gt=0)] = 1.0  # of the whole gradient
+    device: Device = "cpu"  # cpu, cuda or cuda:N: rank r takes GPU N + r
+    compute: Compute = "float32"  # of forward and backward pass; weights, router, head and optimizer stay float32
     compile: Literal["none", "blocks"] = "none"  # blocks: what lies between matmuls; pays on a GPU with many tokens
     checkpoint_every: Count = 20  # steps between cuts
     keep_checkpoints: Count = 2  # older ones are removed

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from contraflow.buffer.service import Buffer, make_buffer
-from contraflow.config import Recipe, recipe_toml
+from contraflow.config import Engine, Recipe, recipe_toml
 from contraflow.errors import ConfigError, ContraflowError, RunFolderError
 from contraflow.model.builtin import model_folder
 from contraflow.model.folder import read_config
+from contraflow.parallel.devices import check_device, first_gpu, visible_gpus, worker_setting
 from contraflow.parallel.layout import check_fit
 from contraflow.rollout.preflight import check_tasks
 from contraflow.rollout.worker import RolloutWorker, make_rollout_rank, make_rollout_worker
@@ -53,7 +54,7 @@ class System:
         recipe, ranks = self.recipe, self.recipe.engine.parallel.ranks
         plan = dict[str, Any](
             rollout=recipe.rollout,
-            engine=recipe.engine,
+            engine=self._engine_of(name),
             env=recipe.env,
             reward=recipe.reward,
             weights=recipe.weights,
@@ -69,6 +70,19 @@ class System:
             gang: Gang[Any] = await self.runtime.start_gang(name, ranks, make_rollout_rank, **plan)
             self.rollouts[name] = gang.refs[0]
 
+    def _engine_of(self, name: str) -> Engine:
+        """The engine's settings for one of the workers, on the GPUs that are its own."""
+        recipe, engine = self.recipe, self.recipe.engine
+        if recipe.runtime.kind == "inline":
+            return engine
+        device = worker_setting(
+            engine.device,
+            ranks=engine.parallel.ranks,
+            worker=int(name.rpartition("-")[2]),
+            visible=visible_gpus(engine.device),
+        )
+        return engine.model_copy(update={"device": device})
+
     def role_of(self, process: str) -> str:
         """The rollout worker that a process is a rank of, or the process itself."""
         name = process.rpartition("-")[0]
@@ -83,6 +97,7 @@ async def open_system(recipe: Recipe, folder: Path, *, resume: bool, clock: Cloc
     """
     await check_tasks(recipe, model_folder(recipe.model.folder))
     check_layouts(recipe)
+    check_devices(recipe, visible_gpus(recipe.train.device, recipe.engine.device))
     if resume and not (folder / "recipe.toml").is_file():
         raise RunFolderError(f"{folder} holds no run to resume; leave --resume out to start one")
     with _locked(folder, resume=resume):
@@ -112,6 +127,18 @@ def check_layouts(recipe: Recipe) -> None:
             raise ConfigError(f"{section}.parallel: {fault}") from None
 
 
+def check_devices(recipe: Recipe, visible: int) -> None:
+    """Raise ConfigError, naming the setting, unless the GPUs that the recipe asks for are among `visible` ones."""
+    train, engine = recipe.train.device, recipe.engine.device
+    if recipe.runtime.kind == "inline" and len({first_gpu(train), first_gpu(engine)} - {None}) > 1:
+        raise ConfigError(
+            f"runtime.kind = 'inline' is one process on one GPU, but train.device = {train!r} and engine.device = "
+            f"{engine!r}; use the same, or runtime.kind = 'local'"
+        )
+    for section, settings in (("train", recipe.train), ("engine", recipe.engine)):
+        check_device(f"{section}.device", settings.device, ranks=settings.parallel.ranks, visible=visible)
+
+
 async def _start(recipe: Recipe, folder: Path, runtime: Runtime, *, resume: bool) -> System:
     cut = latest(folder / "checkpoints") if resume else None
     first_step = 0 if cut is None else cut_step(cut)
@@ -135,6 +162,7 @@ async def _start(recipe: Recipe, folder: Path, runtime: Runtime, *, resume: bool
             keep_episodes=recipe.run.keep_episodes,
             resume=None if cut is None else str(cut),
             threaded=recipe.runtime.kind != "inline",
+            proof=recipe.engine.compute,
         ),
         buffer=buffer.address,
     )

@@ -10,7 +10,7 @@ import pytest
 
 from contraflow.buffer.accounts import accounts
 from contraflow.config import Recipe, check_recipe
-from contraflow.errors import CheckpointError, DeadlineExceeded, RunFolderError, WorkerDied
+from contraflow.errors import CheckpointError, ConfigError, DeadlineExceeded, RunFolderError, WorkerDied
 from contraflow.loop import Loop, Outcome
 from contraflow.run import run_recipe
 from contraflow.runtime.inline import InlineRuntime
@@ -190,6 +190,31 @@ def test_a_stop_ends_cleanly_and_the_run_goes_on_from_there(tiny_moe: Path, tmp_
     assert (resumed.steps, resumed.stopped) == (20, False)
     assert [step["step"] for step in steps_of(tmp_path)] == list(range(20))
     assert accounts(tmp_path).trained == 20 * 4
+
+
+@pytest.mark.parametrize("section", ["train", "engine"])
+def test_a_gpu_that_is_not_there_is_refused_before_anything_is_made(
+    tiny_moe: Path, tmp_path: Path, section: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{section}\.device = 'cuda:999' needs GPU 999"):
+        run(recipe_of(tiny_moe, **{section: {"device": "cuda:999"}}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("train", "engine"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_version_is_proven_in_the_engines_precision_whatever_the_trainers(
+    tiny_moe: Path, tmp_path: Path, train: str, engine: str
+) -> None:
+    recipe = recipe_of(
+        tiny_moe,
+        engine={"kind": "native", "compute": engine, "context_tokens": 32, "kv_tokens": 512, "max_sequences": 16},
+        train={"compute": train},
+        run={"steps": 2, "eval_every": 2, "eval_tasks": 2},
+        buffer={"groups_per_step": 2},
+        weights={"probe_tolerance": 1e-6},  # bf16 differs from fp32 by thousands of that
+    )
+    outcome = run(recipe, tmp_path)
+    assert (outcome.steps, len(steps_of(tmp_path))) == (2, 2)
 
 
 def test_a_run_ends_early_once_it_is_good_enough(tiny_moe: Path, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ RL, no sampling. On CPU compute in fp32: bf16 there is a hundred times slower.
 Shape letters: T tokens fed, D width, V vocabulary, M MoE layers, E experts, K experts per token.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -124,6 +126,15 @@ class Decoder(nn.Module):
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """fp32 `[T, V]`."""
         return linear(cast(hidden_TD, torch.float32), self.head)
+
+    @contextmanager
+    def computing_in(self, dtype: torch.dtype) -> Iterator[None]:
+        """Compute in `dtype` inside, whatever the `compute_dtype` outside."""
+        before, self.compute_dtype = self.compute_dtype, dtype
+        try:
+            yield
+        finally:
+            self.compute_dtype = before
 
     def fuse(self) -> None:
         """Compile what lies between matmuls from now on: fewer passes over memory, for many tokens on a GPU.

@@ -39,13 +39,21 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def load_folder(folder: Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
+def load_folder(
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    compute_dtype: torch.dtype | None = None,
+) -> Decoder:
     """Read a model. Parameters become `dtype`; router and head stay fp32 whatever the files hold.
+
+    `compute_dtype` as `Decoder` has it.
 
     Raises: ModelError.
     """
     config = read_config(folder)
-    decoder = Decoder(config, dtype=dtype, device=device)
+    decoder = Decoder(config, dtype=dtype, device=device, compute_dtype=compute_dtype)
     wanted = _wanted(decoder)
     with torch.no_grad():
         for file, names in _files(folder).items():

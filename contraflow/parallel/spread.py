@@ -110,11 +110,20 @@ class Spread:
         return [pieces(self.config, parallel, place(rank, parallel), self.shapes) for rank in range(parallel.ranks)]
 
 
-def load_spread(folder: Path, mesh: Mesh | None) -> Spread:
-    """A model folder as fp32 weights to train, this rank's part of it. Raises: ModelError, ConfigError (a bad fit)."""
+def load_spread(
+    folder: Path,
+    mesh: Mesh | None,
+    *,
+    device: torch.device | str = "cpu",
+    compute: torch.dtype = torch.float32,
+) -> Spread:
+    """A model folder as fp32 weights to train, this rank's part of it, on the mesh's device (without one, `device`).
+
+    `compute` is the decoder's `compute_dtype`. Raises: ModelError, ConfigError (a bad fit).
+    """
     if mesh is None:
-        return Spread(load_folder(folder))
-    decoder = cut_decoder(read_config(folder), mesh)
+        return Spread(load_folder(folder, device=device, compute_dtype=compute))
+    decoder = cut_decoder(read_config(folder), mesh, compute=compute)
     shard_rows(decoder, mesh)
     settle(decoder, mesh.device)
     spread, table = Spread(decoder, mesh), parts(decoder.config)
@@ -124,14 +133,23 @@ def load_spread(folder: Path, mesh: Mesh | None) -> Spread:
     return spread
 
 
-def cut_decoder(config: ModelConfig, mesh: Mesh, *, max_tokens: int | None = None, wired: bool = True) -> Decoder:
+def cut_decoder(
+    config: ModelConfig,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype = torch.float32,
+    compute: torch.dtype | None = None,
+    max_tokens: int | None = None,
+    wired: bool = True,
+) -> Decoder:
     """A decoder on the meta device with this rank's share of heads, dense width and experts, wired to its mates.
 
+    `dtype` and `compute` are the decoder's `dtype` and `compute_dtype`.
     `max_tokens`: the most that a rank ever feeds at once, the same on all; some dispatches size their buffers by it.
     Not `wired`: its experts are still without a dispatch, which `open_slots` gives them.
     """
     check_fit(config, mesh.parallel)
-    decoder = Decoder(config, device="meta")
+    decoder = Decoder(config, dtype=dtype, device="meta", compute_dtype=compute)
     share_layers(decoder, mesh.parallel, mesh.here)
     share_heads(decoder, mesh.tp)
     for mixture in (module for module in decoder.modules() if isinstance(module, MoE)):

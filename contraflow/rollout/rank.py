@@ -21,6 +21,7 @@ from contraflow.model.families import ModelConfig
 from contraflow.model.folder import open_folder, read_config
 from contraflow.model.names import Part, parts
 from contraflow.model.reading import TensorFiles
+from contraflow.parallel.devices import DTYPES, device_of, enter_device, same_gpu
 from contraflow.parallel.forms import choose_forms
 from contraflow.parallel.layout import Shard, shards
 from contraflow.parallel.mesh import Mesh, open_mesh
@@ -55,7 +56,6 @@ def join_ranks(
     *,
     clock: Clock,
     version: Version | None = None,
-    device: torch.device | str = "cpu",
     config: ModelConfig | None = None,
 ) -> Rank:
     """Join the engine's ranks with `part(mesh)` of the model, whose weights are `version`'s if they may be served.
@@ -65,6 +65,8 @@ def join_ranks(
     Collective. Raises DeadlineExceeded, or what torch raises, when a rank does not come; ConfigError for a bad fit.
     """
     parallel, told = section.parallel, tuple[str, ...]()
+    device = device_of(section.device, rendezvous.rank)
+    enter_device(device)
     stack = ExitStack()
     with stack:
         mesh = stack.enter_context(
@@ -72,7 +74,7 @@ def join_ranks(
         )
         if config is not None:
             most: dict[Phase, int] = {"prefill": section.prefill_tokens, "decode": bucket(section.max_sequences)}
-            mesh, told = choose_forms(mesh, config, most, clock=clock, dtype=torch.float32)
+            mesh, told = choose_forms(mesh, config, most, clock=clock, dtype=DTYPES[section.compute])
         star = open_star(mesh.world, rendezvous.init_method, deadline_s=parallel.deadline_s, device=device)
         stack.enter_context(closing(star))
         decoder = part(mesh)
@@ -93,7 +95,7 @@ def load_rank(section: EngineSection, folder: Path, rendezvous: Rendezvous, *, c
 
 
 def load_part(folder: Path, mesh: Mesh, section: EngineSection) -> Decoder:
-    """What this rank computes with, in fp32, read without reading the rest. Raises ModelError, ConfigError."""
+    """What this rank computes with, in the engine's precision; the rest is not read. Raises ModelError, ConfigError."""
     config = read_config(folder)
     decoder = empty_part(config, mesh, section)
     cuts, table, whole = shards(config, mesh.parallel, mesh.here), parts(config), shapes(config)
@@ -105,7 +107,13 @@ def load_part(folder: Path, mesh: Mesh, section: EngineSection) -> Decoder:
 
 def empty_part(config: ModelConfig, mesh: Mesh, section: EngineSection) -> Decoder:
     """See `load_part`: in place, but not filled."""
-    decoder = cut_decoder(config, mesh, max_tokens=most_tokens(section), wired=not section.replace_every)
+    decoder = cut_decoder(
+        config,
+        mesh,
+        dtype=DTYPES[section.compute],
+        max_tokens=most_tokens(section),
+        wired=not section.replace_every,
+    )
     settle(decoder, mesh.device)
     return decoder
 
@@ -133,9 +141,9 @@ class EngineRank:
 
     def __init__(self, rank: Rank, host: Host) -> None:
         self._rank, self._host = rank, host
-        # Each thread has its own OpenMP setting.
+        # Each thread has its own OpenMP setting and its own current GPU.
         self._thread = threading.Thread(
-            target=self._run, args=(torch.get_num_threads(),), name="contraflow-engine", daemon=True
+            target=self._run, args=(torch.get_num_threads(), same_gpu()), name="contraflow-engine", daemon=True
         )
         self._thread.start()
 
@@ -147,8 +155,9 @@ class EngineRank:
             raise DeadlineExceeded(self._host.name, "the leader of its engine to say stop", wait_s)
         self._rank.leave()
 
-    def _run(self, threads: int) -> None:
+    def _run(self, threads: int, enter_gpu: Callable[[], None]) -> None:
         torch.set_num_threads(threads)
+        enter_gpu()
         try:
             follow(self._rank.core, self._rank.star, self._rank.mesh)
         except Exception as fault:  # noqa: BLE001 - a rank that cannot go on is of no use, whatever it is

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from contraflow.errors import DeadlineExceeded, EngineError
+from contraflow.parallel.devices import same_gpu
 from contraflow.rollout.core import Outcome
 
 T = TypeVar("T")
@@ -68,9 +69,9 @@ class ThreadStepper:
         self._outbox: list[Command] = []  # of this turn of the loop
         self._inbox: SimpleQueue[list[Command] | None] = SimpleQueue()
         self._answers: list[Outcome] = []
-        # Each thread has its own OpenMP setting; the engine's must be that of whoever made it.
+        # Each thread has its own OpenMP setting and current GPU; the engine's must be those of whoever made it.
         self._thread = threading.Thread(
-            target=self._run, args=(torch.get_num_threads(),), name="contraflow-engine", daemon=True
+            target=self._run, args=(torch.get_num_threads(), same_gpu()), name="contraflow-engine", daemon=True
         )
         self._thread.start()
 
@@ -102,8 +103,9 @@ class ThreadStepper:
         self._inbox.put(self._outbox)
         self._outbox = []
 
-    def _run(self, threads: int) -> None:
+    def _run(self, threads: int, enter_gpu: Callable[[], None]) -> None:
         torch.set_num_threads(threads)
+        enter_gpu()
         while self._obey():
             _step(self._work)
             self._deliver()

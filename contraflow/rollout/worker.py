@@ -284,8 +284,11 @@ def _open_engine(
         expected = Expected(rank.core.config.digest(), shapes(rank.core.config))
         return led_engine(rank, clock=host.clock, on_broken=host.give_up), expected, None
     from contraflow.model.folder import load_folder
+    from contraflow.parallel.devices import DTYPES, device_of, enter_device
     from contraflow.rollout.native import NativeEngine
 
-    decoder = load_folder(folder)
+    device = device_of(section.device)
+    enter_device(device)
+    decoder = load_folder(folder, dtype=DTYPES[section.compute], device=device)
     expected = expect(decoder.config.digest(), decoder.state_dict())
     return NativeEngine(decoder, section, clock=host.clock, stepping=stepping), expected, None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import msgspec
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -71,8 +72,15 @@ def save(folder: Path, cut: Cut, *, spread: Spread, optimizer: Optimizer, compan
     return folder / _name(cut)
 
 
-def load(cut_folder: Path, mesh: Mesh | None = None, *, expected_model: str | None = None) -> Loaded:
-    """Read a cut back, on a mesh this rank's part of it.
+def load(
+    cut_folder: Path,
+    mesh: Mesh | None = None,
+    *,
+    expected_model: str | None = None,
+    device: torch.device | str = "cpu",
+    compute: torch.dtype = torch.float32,
+) -> Loaded:
+    """Read a cut back, on a mesh this rank's part of it. `device` and `compute` as for `load_spread`.
 
     Collective. Raises CheckpointError when it is torn, altered or of another model than `expected_model`.
     """
@@ -91,7 +99,7 @@ def load(cut_folder: Path, mesh: Mesh | None = None, *, expected_model: str | No
             "resume with the recipe the run was started with"
         )
     try:
-        spread = load_spread(cut_folder / "model", mesh)
+        spread = load_spread(cut_folder / "model", mesh, device=device, compute=compute)
         return Loaded(cut, spread, _moments(cut_folder, spread))
     except (OSError, ModelError) as error:
         raise CheckpointError(f"checkpoint {cut_folder} cannot be read: {error}") from error

@@ -39,12 +39,13 @@ class Crew:
             mine = [share(batch, context.size, context.place) for batch in mine]
         return mine, [feed(batch, device, context) for batch in mine]
 
-    def probe_logprobs(self, decoder: Decoder, prompts: Sequence[Int32]) -> tuple[Float32, ...]:
-        """See `weights.probe`; on every rank, whatever layers it holds."""
-        if self.prober is None:
-            return probe_logprobs(decoder, prompts)
-        (batch,) = pack([_asked(prompt) for prompt in prompts], tokens_per_batch=2**31, reduction="token")
-        (scored,) = self.prober.scored([feed(batch, next(decoder.parameters()).device)])
+    def probe_logprobs(self, decoder: Decoder, prompts: Sequence[Int32], compute: torch.dtype) -> tuple[Float32, ...]:
+        """See `weights.probe`, computed in `compute`; on every rank, whatever layers it holds."""
+        with decoder.computing_in(compute):
+            if self.prober is None:
+                return probe_logprobs(decoder, prompts)
+            (batch,) = pack([_asked(prompt) for prompt in prompts], tokens_per_batch=2**31, reduction="token")
+            (scored,) = self.prober.scored([feed(batch, next(decoder.parameters()).device)])
         ends = np.cumsum([len(prompt) - 1 for prompt in prompts])
         return tuple(np.split(scored.logprobs_N.cpu().numpy(), ends[:-1]))
 

@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,6 +19,7 @@ from contraflow import config
 from contraflow.algo.drift import age_report
 from contraflow.model.folder import read_config
 from contraflow.model.tokenizer import Tokenizer
+from contraflow.parallel.devices import DTYPES, device_of
 from contraflow.parallel.mesh import Mesh
 from contraflow.parallel.spread import Spread, load_spread
 from contraflow.telemetry import Account, Journal
@@ -47,6 +49,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float  # the rollout's
     keep_episodes: int  # groups a step written to RUN/episodes.jsonl
     resume: str | None = None  # a cut to go on from
+    proof: config.Compute = "float32"  # the engines' precision, and so that of the log-probabilities they must give
     threaded: bool = False  # heavy work in a thread, so that calls are answered meanwhile; off where runs must repeat
 
 
@@ -78,7 +81,9 @@ class Learner:
         if train.compile == "blocks":
             decoder.fuse()
         self._crew = open_crew(decoder, mesh, account, temperature=place.temperature)
-        reference = load_spread(Path(place.model_folder), mesh).decoder if loss.kl_weight > 0 else None
+        reference = None
+        if loss.kl_weight > 0:
+            reference = load_spread(Path(place.model_folder), mesh, **_where(train)).decoder.requires_grad_(False)
         self._step = TrainStep(
             decoder,
             self.optimizer,
@@ -86,7 +91,7 @@ class Learner:
             train=train,
             loss=loss,
             temperature=place.temperature,
-            reference=None if reference is None else reference.requires_grad_(False),
+            reference=reference,
             crew=self._crew,
         )
         self._prompts = probe_prompts(
@@ -154,9 +159,12 @@ class Learner:
 
     def _publish(self, n: int) -> Manifest | None:
         with self.account.charge("publish"):
-            logprobs = self._crew.probe_logprobs(self._spread.decoder, self._prompts)
+            logprobs = self._crew.probe_logprobs(self._spread.decoder, self._prompts, DTYPES[self._place.proof])
             probe = as_probe(self._prompts, logprobs, self._weights.probe_tolerance)
-            tensors = {name: whole for name, whole in self._spread.tensors() if whole is not None}
+            # What is gathered from several ranks is a copy: a GPU need not hold all of those at once.
+            alone = self._spread.mesh is None
+            whole = ((name, tensor) for name, tensor in self._spread.tensors() if tensor is not None)
+            tensors = {name: tensor if alone else tensor.cpu() for name, tensor in whole}
             if self._publisher is None:
                 return None
             return self._publisher.publish(
@@ -199,8 +207,8 @@ class Learner:
 
 
 def recipe_digest(train: config.Train, loss: config.Loss, temperature: float) -> str:
-    """Of the settings that decide the training arithmetic; how often to save, and on how many ranks, are not."""
-    incidental = {"checkpoint_every", "keep_checkpoints", "step_deadline_s", "parallel"}
+    """Of the settings that decide the training arithmetic; how often to save, where and on how many ranks do not."""
+    incidental = {"checkpoint_every", "keep_checkpoints", "step_deadline_s", "parallel", "device"}
     text = f"{train.model_dump_json(exclude=incidental)}{loss.model_dump_json()}{temperature!r}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -208,12 +216,18 @@ def recipe_digest(train: config.Train, loss: config.Loss, temperature: float) ->
 def _open(place: Place, train: config.Train, mesh: Mesh | None) -> tuple[Spread, Optimizer]:
     folder = Path(place.model_folder)
     if place.resume is None:
-        spread = load_spread(folder, mesh)
+        spread = load_spread(folder, mesh, **_where(train))
         return spread, Optimizer(spread.decoder, train, spread)
-    loaded = checkpoint.load(Path(place.resume), mesh, expected_model=read_config(folder).digest())
+    model = read_config(folder).digest()
+    loaded = checkpoint.load(Path(place.resume), mesh, expected_model=model, **_where(train))
     optimizer = Optimizer(loaded.spread.decoder, train, loaded.spread)
     optimizer.load(loaded.moments, loaded.cut.updates)
     return loaded.spread, optimizer
+
+
+def _where(train: config.Train) -> dict[str, Any]:
+    """`device` and `compute` for `load_spread`; a mesh has its own device."""
+    return {"device": device_of(train.device), "compute": DTYPES[train.compute]}
 
 
 def _report(

@@ -141,7 +141,7 @@ class Optimizer:
             parameter = self._named.get(name)
             if parameter is None or (value.ndim > 0 and value.shape != parameter.shape):
                 raise CheckpointError(f"optimizer state {label!r} {tuple(value.shape)} does not fit this model")
-            states.setdefault(parameter, {})[key] = value.detach().clone()
+            states.setdefault(parameter, {})[key] = value.detach().to(parameter.device, copy=True)
         self._adamw.state.clear()
         self._adamw.state.update(states)
         self.updates = updates
@@ -167,7 +167,7 @@ class Optimizer:
         if self._spread is None or self._spread.mesh is None:
             return get_total_norm(grads.values())
         mine = get_total_norm([grad for name, grad in grads.items() if self._spread.counted(name)])
-        return self._team.sum(mine.double().square()).sqrt().float()
+        return self._team.sum(mine.to(self._spread.mesh.device).double().square()).sqrt().float()
 
     def _blame(self) -> str:
         bad = (repr(n) for n, p in self._named.items() if p.grad is not None and not torch.isfinite(p.grad).all())

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import torch
 
 from contraflow import config
 from contraflow.buffer.service import Buffer
 from contraflow.dispatch.exchange import agree
 from contraflow.errors import ConfigError, DispatchError
 from contraflow.model.folder import read_config
+from contraflow.parallel.devices import DTYPES, device_of, enter_device, same_gpu
 from contraflow.parallel.experts import links
 from contraflow.parallel.forms import choose_forms
 from contraflow.parallel.mesh import Mesh, open_mesh
@@ -59,7 +59,9 @@ class Trainer:
         self._leave = leave
         self._forms = forms
         self._turn = asyncio.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="learn") if threaded else None
+        self._thread = None
+        if threaded:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="learn", initializer=same_gpu())
         learner.account.switch("wait")
 
     async def step(self, take: Take) -> StepReport | None:
@@ -134,14 +136,16 @@ def make_trainer(
     if rendezvous.world != parallel.ranks:
         raise ConfigError(f"a trainer of {rendezvous.world} ranks was started, but {parallel!r} wants {parallel.ranks}")
     account, meeting = Account(host.clock), ExitStack()
+    device = device_of(train.device, rendezvous.rank)
+    enter_device(device)
     try:
         mesh, told = None, tuple[str, ...]()
         if rendezvous.world > 1:
-            joined = open_mesh(parallel, rank=rendezvous.rank, init_method=rendezvous.init_method)
+            joined = open_mesh(parallel, rank=rendezvous.rank, init_method=rendezvous.init_method, device=device)
             mesh = meeting.enter_context(joined)
             _agree(mesh, {"train": train, "loss": loss, "weights": weights}, place)
             model, most = read_config(Path(place.model_folder)), train.tokens_per_batch
-            mesh, told = choose_forms(mesh, model, {"train": most}, clock=host.clock, dtype=torch.float32)
+            mesh, told = choose_forms(mesh, model, {"train": most}, clock=host.clock, dtype=DTYPES[train.compute])
         learner = Learner(account, train=train, loss=loss, weights=weights, place=place, mesh=mesh)
     except BaseException:
         meeting.close()

@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from contraflow.config import Engine as EngineSection
 from contraflow.config import Parallel
 from contraflow.errors import CarrierError, ConfigError, EngineError
-from contraflow.model.decoder import new_decoder
+from contraflow.model.decoder import Decoder, new_decoder
 from contraflow.model.kinds import Latent
 from contraflow.rollout.gang import GangEngine
+from contraflow.rollout.rank import led_engine
 from contraflow.types import Request, StopReason, Version
 from tests.rollout.gangs import Gang, Spec
 
@@ -183,6 +185,27 @@ def test_a_version_that_one_rank_cannot_prove_is_refused_by_all_and_all_serve_th
         with pytest.raises(CarrierError, match=rf"{name!r} has shape \[2, 2\]"):
             await engine.swap(V2, {**tensors, name: tensors[name].new_zeros(2, 2)}, probe)
         await native.answers(engine, requests)
+        await engine.close()
+
+    native.run(body)
+
+
+def test_ranks_that_compute_in_bf16_prove_and_serve_a_version_of_fp32(native: Any, gang: Gang) -> None:
+    async def body() -> None:
+        config = native.tiny()
+        whole, half = new_decoder(config, seed=2), Decoder(config, compute_dtype=torch.bfloat16)
+        half.load_state_dict(whole.state_dict())
+        rank = gang.lead(spec_of(config, {"dp": 2, "ep": 2}, compute="bfloat16"))
+        dtypes = {name.rpartition(".")[2]: weight.dtype for name, weight in rank.core.weights.items()}
+        assert (dtypes["gate_up"], dtypes["weight"], dtypes["lm_head"]) == (torch.bfloat16, *2 * [torch.float32])
+        engine = led_engine(rank, clock=time.perf_counter, on_broken=gang.broken.append)
+        with whole.computing_in(torch.bfloat16):
+            tensors, probe = native.release(whole)
+        await engine.swap(V2, tensors, probe)
+        requests = native.crowd(6)
+        for request, answer in zip(requests, await native.answers(engine, requests), strict=True):
+            wanted, _ = native.packed(half, request, answer)
+            np.testing.assert_allclose(answer.logprobs, wanted, atol=0.05, rtol=0)  # paged attention rounds elsewhere
         await engine.close()
 
     native.run(body)
