@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -88,6 +89,7 @@ def main() -> None:
     if options.rank is not None:
         print(json.dumps(rank_work(options)))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # namespaces are to be removed on the way out
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="slow-link-") as folder:
         save_folder(new_decoder(model(options), seed=0), Path(folder))
@@ -95,7 +97,7 @@ def main() -> None:
             starts = [one_start(options, mbit or None, Path(folder)) for _ in range(options.starts)]
             rows += summary(mbit, starts)
             show(rows[-len(FORMS) - len(FORMS[:3]) :], starts)
-    record.write(options.out, rows, goal="bytes <= 0.27 and <= 0.56 of the first two; rollout +40 %, +15 %, +25 %")
+            record.write(options.out, rows, goal="bytes <= 0.27 and <= 0.56 of the first two; rollout +40 %, +15 %, +25 %")
 
 
 def one_start(options: argparse.Namespace, mbit: int | None, folder: Path) -> list[Row]:
