@@ -97,7 +97,9 @@ def main() -> None:
             starts = [one_start(options, mbit or None, Path(folder)) for _ in range(options.starts)]
             rows += summary(mbit, starts)
             show(rows[-len(FORMS) - len(FORMS[:3]) :], starts)
-            record.write(options.out, rows, goal="bytes <= 0.27 and <= 0.56 of the first two; rollout +40 %, +15 %, +25 %")
+            record.write(
+                options.out, rows, goal="bytes <= 0.27 and <= 0.56 of the first two; rollout +40 %, +15 %, +25 %"
+            )
 
 
 def one_start(options: argparse.Namespace, mbit: int | None, folder: Path) -> list[Row]:
