@@ -9,9 +9,12 @@ for part in "$@"; do
   case $part in
     tests)
       timeout 280 python3 -m pytest -q -n 12 --dist loadfile -m "not slow and not gpu" --maxfail=20 > "$out/tests.log" 2>&1; tail -n 15 "$out/tests.log"
-      timeout 120 python3 -m pytest -q -m gpu > "$out/gpu.log" 2>&1; tail -n 5 "$out/gpu.log" ;;
+      timeout 300 python3 -m pytest -q -m gpu > "$out/gpu.log" 2>&1; tail -n 5 "$out/gpu.log" ;;
     run)
-      timeout 120 python3 -c "from contraflow.cli import main; main()" run recipes/tiny_cpu.toml --folder "$(mktemp -d)/run" --plain > "$out/run.log" 2>&1; tail -n 3 "$out/run.log" ;;
+      timeout 120 python3 -c "from contraflow.cli import main; main()" run recipes/tiny_cpu.toml --folder "$(mktemp -d)/run" --plain > "$out/run.log" 2>&1; tail -n 3 "$out/run.log"
+      for compute in float32 bfloat16; do # the same run with both pools on the one GPU
+        timeout 180 python3 -c "from contraflow.cli import main; main()" run recipes/tiny_cpu.toml --folder "$(mktemp -d)/run" --plain --set train.device=cuda --set engine.device=cuda --set train.compute=$compute --set engine.compute=$compute > "$out/run_cuda_$compute.log" 2>&1; tail -n 3 "$out/run_cuda_$compute.log"
+      done ;;
     rollout)
       timeout 300 python3 -m bench.rollout_gpu olmoe-1b-7b --outputs 256,1024 --profile > "$out/rollout.log" 2>&1; grep -E "RESULT|Error|wrote" "$out/rollout.log"; tail -n 24 "$out/rollout.log"
       cp bench/results/rollout_gpu_*.json "$out/" ;;

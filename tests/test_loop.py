@@ -14,7 +14,7 @@ from contraflow.errors import CheckpointError, ConfigError, DeadlineExceeded, Ru
 from contraflow.loop import Loop, Outcome
 from contraflow.run import run_recipe
 from contraflow.runtime.inline import InlineRuntime
-from contraflow.system import open_system
+from contraflow.system import check_proof, open_system
 from contraflow.telemetry import Journal, read_journal
 from contraflow.train.checkpoint import latest
 from contraflow.view.base import Snapshot
@@ -196,7 +196,7 @@ def test_a_stop_ends_cleanly_and_the_run_goes_on_from_there(tiny_moe: Path, tmp_
 def test_a_gpu_that_is_not_there_is_refused_before_anything_is_made(
     tiny_moe: Path, tmp_path: Path, section: str
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"{section}\.device = 'cuda:999' needs GPU 999"):
+    with pytest.raises(ConfigError, match=rf"{section}\.device = 'cuda:999' takes GPU 999"):
         run(recipe_of(tiny_moe, **{section: {"device": "cuda:999"}}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -215,6 +215,39 @@ def test_a_version_is_proven_in_the_engines_precision_whatever_the_trainers(
     )
     outcome = run(recipe, tmp_path)
     assert (outcome.steps, len(steps_of(tmp_path))) == (2, 2)
+
+
+ALIKE: dict[str, Any] = {"parallel": {"dp": 2, "ep": 2}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "train", "says"),
+    [
+        ({}, {"parallel": {"pp": 2}}, "train.parallel.pp = 2"),
+        ({"parallel": {"tp": 2}}, ALIKE, "engine.parallel.tp = 2 and train.parallel.tp = 1"),
+        ({"device": "cuda"}, {}, "engine.device = 'cuda' and train.device = 'cpu'"),
+        (ALIKE, {}, ""),
+        ({"device": "cuda:1"}, {"device": "cuda"}, ""),
+        ({"parallel": {"tp": 2}}, {"parallel": {"tp": 2, "ep": 2}}, ""),
+    ],
+)
+def test_a_proof_in_bf16_that_would_fail_by_rounding_is_refused_beforehand(
+    engine: dict[str, Any], train: dict[str, Any], says: str
+) -> None:
+    def recipe(compute: str, tolerance: float) -> Recipe:
+        return check_recipe(
+            {"engine": {**engine, "compute": compute}, "train": train, "weights": {"probe_tolerance": tolerance}}
+        )
+
+    check_proof(recipe("float32", 1e-3))
+    check_proof(recipe("bfloat16", 0.05))
+    if not says:
+        return check_proof(recipe("bfloat16", 1e-3))
+    with pytest.raises(ConfigError) as fault:
+        check_proof(recipe("bfloat16", 1e-3))
+    assert says in str(fault.value)
+    assert "weights.probe_tolerance = 0.001" in str(fault.value)
+    return None
 
 
 def test_a_run_ends_early_once_it_is_good_enough(tiny_moe: Path, tmp_path: Path) -> None:

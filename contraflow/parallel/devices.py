@@ -45,11 +45,10 @@ def check_device(key: str, setting: str, *, ranks: int, visible: int) -> None:
     first = first_gpu(setting)
     if first is None or first + ranks <= visible:
         return
-    wanted = f"GPU {first}" if ranks == 1 else f"GPUs {first} to {first + ranks - 1}, one for each of {ranks} ranks"
-    seen = {0: "torch sees none", 1: "torch sees 1 (GPU 0)"}.get(visible, f"torch sees {visible} (0 to {visible - 1})")
+    taken = f"GPU {first}" if ranks == 1 else f"GPUs {first} to {first + ranks - 1}, one for each of {ranks} ranks"
     raise ConfigError(
-        f"{key} = {setting!r} needs {wanted}, {first + ranks} GPUs in all, but {seen}; lower the number, use fewer "
-        f"ranks, or set {key} = 'cpu' (what torch sees depends on CUDA_VISIBLE_DEVICES and on its being a CUDA build)"
+        f"{key} = {setting!r} takes {taken}, numbered from 0: {first + ranks} needed, torch sees {visible}; lower the "
+        f"number, use fewer ranks, or set {key} = 'cpu' (what torch sees is up to CUDA_VISIBLE_DEVICES and its build)"
     )
 
 

@@ -45,9 +45,9 @@ def test_workers_take_gpus_in_turn_and_ranks_of_one_worker_never_share(
 @pytest.mark.parametrize(
     ("setting", "ranks", "visible", "says"),
     [
-        ("cuda", 1, 0, "train.device = 'cuda' needs GPU 0, 1 GPUs in all, but torch sees none"),
-        ("cuda:1", 1, 1, "needs GPU 1, 2 GPUs in all, but torch sees 1 (GPU 0)"),
-        ("cuda:1", 4, 4, "needs GPUs 1 to 4, one for each of 4 ranks, 5 GPUs in all, but torch sees 4 (0 to 3)"),
+        ("cuda", 1, 0, "train.device = 'cuda' takes GPU 0, numbered from 0: 1 needed, torch sees 0"),
+        ("cuda:1", 1, 1, "takes GPU 1, numbered from 0: 2 needed, torch sees 1"),
+        ("cuda:1", 4, 4, "takes GPUs 1 to 4, one for each of 4 ranks, numbered from 0: 5 needed, torch sees 4"),
     ],
 )
 def test_a_gpu_that_is_not_there_is_refused_by_name(setting: str, ranks: int, visible: int, says: str) -> None:
@@ -66,9 +66,9 @@ def test_both_pools_of_a_recipe_are_checked() -> None:
         {"train": {"device": "cuda", "parallel": spread}, "engine": {"device": "cuda:1", "parallel": spread}}
     )
     check_devices(recipe, 3)
-    with pytest.raises(ConfigError, match=r"engine\.device = 'cuda:1' needs GPUs 1 to 2"):
+    with pytest.raises(ConfigError, match=r"engine\.device = 'cuda:1' takes GPUs 1 to 2"):
         check_devices(recipe, 2)
-    with pytest.raises(ConfigError, match=r"train\.device = 'cuda' needs GPUs 0 to 1"):
+    with pytest.raises(ConfigError, match=r"train\.device = 'cuda' takes GPUs 0 to 1"):
         check_devices(recipe, 1)
 
 
