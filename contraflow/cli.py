@@ -113,7 +113,7 @@ def upcycle(
 
 @bench.command("dispatch")
 def bench_dispatch(
-    ranks: Annotated[int, typer.Option(help="processes, sharing out the experts")] = 4,
+    ranks: Annotated[int, typer.Option(help="processes, at least 2, sharing out the experts")] = 4,
     domain_ranks: Annotated[int, typer.Option(help="ranks of a domain; 0: all, they are on one machine")] = 2,
     experts: Annotated[int, typer.Option(help="experts over all ranks")] = 32,
     top_k: Annotated[int, typer.Option(help="experts of a token")] = 8,
@@ -135,6 +135,7 @@ def bench_dispatch(
     from contraflow.dispatch.choose import Shape
     from contraflow.parallel.calibrator import run_calibration
 
+    _check_sizes(ranks=ranks, experts=experts, top_k=top_k, device=device)
     spread = check_section(Parallel, {"dp": ranks, "ep": ranks, "domain_ranks": domain_ranks, "wire": wire})
     shape = Shape(
         experts=experts,
@@ -150,6 +151,22 @@ def bench_dispatch(
     if out is not None:
         out.write_text(table.json(), encoding="utf-8")
         typer.echo(f"wrote {out}")
+
+
+def _check_sizes(*, ranks: int, experts: int, top_k: int, device: str) -> None:
+    from contraflow.errors import ConfigError
+
+    if ranks < 2:
+        raise ConfigError(f"--ranks {ranks}: at least 2, or nothing is exchanged")
+    if experts < 1 or experts % ranks:
+        raise ConfigError(f"--experts {experts} is not a multiple of --ranks {ranks}")
+    if not 1 <= top_k <= experts:
+        raise ConfigError(f"--top-k {top_k} is not in [1, {experts}], the --experts")
+    if device == "cuda":
+        import torch
+
+        if torch.cuda.device_count() < ranks:
+            raise ConfigError(f"--device cuda: {ranks} ranks need a GPU each, torch sees {torch.cuda.device_count()}")
 
 
 def _counts(text: str) -> list[int]:

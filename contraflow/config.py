@@ -103,6 +103,8 @@ class Parallel(Section):
 
     @model_validator(mode="after")
     def _experts_fit(self) -> Self:
+        if self.domain_ranks and self.ranks % self.domain_ranks:
+            raise ValueError(f"domain_ranks = {self.domain_ranks} does not divide the {self.ranks} ranks evenly")
         if self.stage_ranks % self.ep:
             raise ValueError(
                 f"ep = {self.ep} does not divide dp * cp * tp = {self.stage_ranks}: the experts are shared out among"

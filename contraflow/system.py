@@ -32,6 +32,7 @@ from contraflow.types import Manifest
 
 START_S = 120.0  # loading a model on a cold machine
 BF16_TOLERANCE = 0.05  # measured: bf16 moves log-probabilities by 0.006 in the mean; single tokens of a model by more
+LOSSY_TOLERANCE = 0.05  # of the probe: below it, rounding that differs between trainer and engine fails the proof
 PRELOAD = ("torch", "contraflow.rollout.worker", "contraflow.train.worker")  # imported once, then forked
 
 
@@ -99,6 +100,7 @@ async def open_system(recipe: Recipe, folder: Path, *, resume: bool, clock: Cloc
     await check_tasks(recipe, model_folder(recipe.model.folder))
     check_layouts(recipe)
     check_proof(recipe)
+    check_wire(recipe)
     check_devices(recipe, visible_gpus(recipe.train.device, recipe.engine.device))
     if resume and not (folder / "recipe.toml").is_file():
         raise RunFolderError(f"{folder} holds no run to resume; leave --resume out to start one")
@@ -127,6 +129,33 @@ def check_layouts(recipe: Recipe) -> None:
             check_fit(model, parallel)
         except ConfigError as fault:
             raise ConfigError(f"{section}.parallel: {fault}") from None
+    if recipe.train.parallel.dispatch == "deepep":
+        raise ConfigError(
+            "train.parallel.dispatch = 'deepep': the trainer does not size DeepEP's buffers yet; use 'all_to_all' or "
+            "'hierarchical' there"
+        )
+    if recipe.engine.parallel.dispatch == "deepep" and recipe.engine.device == "cpu":
+        raise ConfigError("engine.parallel.dispatch = 'deepep' needs engine.device = 'cuda': it is kernels for GPUs")
+
+
+def check_wire(recipe: Recipe) -> None:
+    """Raise ConfigError if engines would fail each version's proof because tokens are rounded on their way to experts.
+
+    Rounded alike they come out alike, up to the order of sums: so wire, form and ep must be the same on both sides.
+    """
+    train, engine = recipe.train.parallel, recipe.engine.parallel
+    tolerance = recipe.weights.probe_tolerance
+    alike = (train.wire, train.dispatch, train.ep) == (engine.wire, engine.dispatch, engine.ep)
+    settled = alike and train.dispatch != "auto"
+    lossy = {train.wire if train.ep > 1 else "same", engine.wire if engine.ep > 1 else "same"} != {"same"}
+    if lossy and not settled and tolerance < LOSSY_TOLERANCE and recipe.engine.kind == "native":
+        raise ConfigError(
+            f"train.parallel: wire {train.wire!r}, dispatch {train.dispatch!r}, ep {train.ep}; engine.parallel: wire "
+            f"{engine.wire!r}, dispatch {engine.dispatch!r}, ep {engine.ep}; weights.probe_tolerance = {tolerance}: "
+            "tokens rounded on their way in one and otherwise in the other give other log-probabilities (0.02 to 2.3 "
+            "were seen), and engines would refuse every version. Give both the same wire, dispatch (not 'auto') and "
+            f"ep, or a tolerance of {LOSSY_TOLERANCE} and more"
+        )
 
 
 def check_devices(recipe: Recipe, visible: int) -> None:
@@ -208,7 +237,8 @@ async def _forms(system: System) -> list[str]:
     rollouts = [await ref.call(START_S, RolloutWorker.report) for ref in system.rollouts.values()]
     told = [f"trainer: {line}" for line in train.forms]
     told += [f"engine: {line}" for rollout in rollouts[:1] for line in rollout.engine.forms]
-    return told
+    brief = [line.partition(" (")[0] for line in told]
+    return brief if brief == told else [*brief, "the times are in the report"]
 
 
 def _resumed(folder: Path, cut: Path | None, first_step: int) -> str:

@@ -7,7 +7,6 @@ Nothing falls back in silence: a form that cannot run here is in the table with 
 Shape letters: T tokens of a rank, D width, F hidden width of an expert, L experts of a rank.
 """
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -26,7 +25,8 @@ from contraflow.errors import DispatchError
 from contraflow.telemetry import Clock
 
 CANDIDATES = ("all_to_all", "hierarchical", "overlapped", "per_expert")  # of equals, the first is taken
-CLOSE = 0.03  # forms within this share of the fastest are equals: a repeat could turn them round
+CLOSE = 0.1  # forms within this share of the fastest are equals: a repeat could turn them round
+TWO_HOPS = ("hierarchical", "overlapped")  # not tried in one domain, where the second hop can save nothing
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,7 +41,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One form at one size: seconds of the slowest rank, median over repeats; bytes that rank 0 sent. Or why not."""
+    """One form at one size: seconds of the slowest rank, least of repeats; bytes that rank 0 sent. Or why not."""
 
     kind: str
     phase: Phase
@@ -124,7 +124,7 @@ def calibrate(
     entries: list[Entry] = []
     opened: dict[str, Dispatch[Any]] = {}
     refused: dict[str, str] = {}
-    for kind in CANDIDATES:
+    for kind in (k for k in CANDIDATES if links.topology.count > 1 or k not in TWO_HOPS):
         try:
             opened[kind] = open_dispatch(kind, links, experts=shape.experts, wire=shape.wire, device=device)
         except DispatchError as fault:
@@ -162,7 +162,7 @@ def _measure(
             kind=kind,
             phase=phase,
             tokens=tokens,
-            seconds=_slowest(links, statistics.median(seconds[kind][1:])),
+            seconds=_slowest(links, min(seconds[kind][1:])),
             inside=traffic[kind].inside,
             across=traffic[kind].across,
         )

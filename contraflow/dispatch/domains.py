@@ -5,6 +5,7 @@ Takes an environment or a size, gives a `Topology`. Does not send anything.
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,11 @@ class Topology:
     def count(self) -> int:
         """Number of domains."""
         return len(set(self.domains))
+
+    @property
+    def even_sized(self) -> bool:
+        """Whether every domain has as many ranks: what forwarding through partners needs."""
+        return len(set(Counter(self.domains).values())) == 1
 
     def members(self, domain: int) -> tuple[int, ...]:
         """Ranks of a domain, in order."""

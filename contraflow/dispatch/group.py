@@ -6,7 +6,10 @@ that it did in the group's store, and those who post nothing in time are the mis
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Protocol
 
 import torch
@@ -18,6 +21,7 @@ from contraflow.dispatch.exchange import check_tags
 from contraflow.dispatch.virtual import count_bytes
 from contraflow.errors import DispatchError, WorkerDied
 
+STORE_RANK = 0  # whose process holds the store of all ranks
 GRACE_S = 2.0  # for others to notice and post as well, before the silent ones are named
 
 
@@ -111,9 +115,20 @@ class GroupLinks:
         """Global ranks that are missing: those of this group that post no failure, or whom the failed ones blame."""
         if self._store is None:
             return []
-        me, store = self.global_ranks[self.rank], self._store
-        store.set(f"fallen/{me}", "[]")
-        missing, blamed = [], set[int]()
+        store, found = self._store, SimpleQueue[list[int]]()
+        # In a thread: a store whose process is stopped, not gone, never answers, and torch's wait for it has no end.
+        Thread(target=lambda: found.put(self._ask(store)), name="roll call", daemon=True).start()
+        try:
+            return found.get(timeout=GRACE_S * (len(self.global_ranks) + 1))
+        except Empty:
+            return [STORE_RANK]
+
+    def _ask(self, store: Store) -> list[int]:
+        me, missing, blamed = self.global_ranks[self.rank], list[int](), set[int]()
+        try:
+            store.set(f"fallen/{me}", "[]")
+        except RuntimeError:
+            return [STORE_RANK]
         for rank in self.global_ranks:
             try:
                 store.wait([f"fallen/{rank}"], timedelta(seconds=GRACE_S))
@@ -121,10 +136,8 @@ class GroupLinks:
             except RuntimeError:  # torch's DistStoreError: it has not posted, or the store went down with its rank
                 missing.append(rank)
         found = missing or sorted(blamed)
-        try:
+        with suppress(RuntimeError):  # the store went down; who asks us later will find out the same way
             store.set(f"fallen/{me}", json.dumps(found))
-        except RuntimeError:  # the store went down; who asks us later will find out the same way
-            return found
         return found
 
 

@@ -50,13 +50,13 @@ class LocalDispatch(Dispatch[Places]):
             return self._fixed(x_TD, expert_ids_TK, weights_TK)
         tokens, choices = expert_ids_TK.shape
         # The sort is stable: rows of an expert keep token order. Pairs without an expert (-1) come first, and are cut.
-        keys_P, pair_R = expert_ids_TK.view(-1).sort(stable=True)
+        keys_P, pair_R = expert_ids_TK.reshape(-1).sort(stable=True)
         ends_E = torch.searchsorted(keys_P, self._experts_E, right=True, out_int32=True)
         if tokens * choices and keys_P[0].item() < 0:
             absent = int((keys_P < 0).sum())
             pair_R, ends_E = pair_R[absent:], ends_E - absent
         token_R = torch.floor_divide(pair_R, choices) if choices > 1 else pair_R
-        weights_R = weights_TK.view(-1).index_select(0, pair_R)
+        weights_R = weights_TK.reshape(-1).index_select(0, pair_R)
         return Rows(x_TD.index_select(0, token_R), weights_R, ends_E, Places(token_R, tokens))
 
     def _fixed(self, x_TD: Tensor, expert_ids_TK: Tensor, weights_TK: Tensor) -> Rows[Places]:

@@ -38,7 +38,7 @@ def open_dispatch(
     if links is None or links.topology.ranks == 1:
         return LocalDispatch(experts)
     if kind == "auto":
-        kind = "hierarchical" if links.topology.count > 1 else "all_to_all"
+        kind = "hierarchical" if links.topology.count > 1 and links.topology.even_sized else "all_to_all"
     if kind not in KINDS:
         raise DispatchError(f"dispatch {kind!r} is not known; known are auto, {', '.join(KINDS)}")
     if kind == "deepep_decode":

@@ -80,7 +80,7 @@ def _refuse(tree: Tree, family: Family) -> None:
     window = tree.get("sliding_window")
     on = family.window == "always" or (family.window == "switched" and bool(tree.get("use_sliding_window")))
     if on and window is not None and window < _int(tree, "max_position_embeddings"):
-        raise ModelError(f"sliding_window {window} is not supported; attention here is always over the whole context")
+        raise ModelError(f"sliding_window {window} is not supported: this family attends to the whole context")
 
 
 def _mixture(tree: Tree, family: Family, layers: int, ffn: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from contraflow.parallel.mesh import Mesh
 from contraflow.telemetry import Clock
 
 MOST_TOKENS = 1024  # measured: beyond, time grows with the tokens in every form
-REPEATS = 3
+REPEATS = 5
 
 
 def choose_forms(
@@ -32,7 +32,8 @@ def choose_forms(
         return mesh, ()
     if parallel.dispatch != "auto":
         forms: dict[Phase, str] = dict.fromkeys(tokens, parallel.dispatch)
-        return dataclasses.replace(mesh, forms=forms), (f"experts: {parallel.dispatch}, as asked for",)
+        plain = " (in training: hierarchical)" if parallel.dispatch == "overlapped" and "train" in tokens else ""
+        return dataclasses.replace(mesh, forms=forms), (f"experts: {parallel.dispatch}, as asked for{plain}",)
     shape = Shape(
         experts=config.experts,
         choices=config.top_k,

@@ -124,6 +124,11 @@ def check_fit(config: ModelConfig, parallel: Parallel) -> None:
     wrong = []
     if parallel.ep > 1 and (not config.experts or config.experts % parallel.ep):
         wrong.append(f"ep = {parallel.ep} must divide the model's {config.experts} experts")
+    if stages(parallel) > config.layers:
+        wrong.append(
+            f"pp = {parallel.pp} with schedule {parallel.schedule!r} makes {stages(parallel)} stages of the model's "
+            f"{config.layers} layers: a stage needs at least one"
+        )
     for what, size in (("heads", config.heads), ("kv_heads", config.kv_heads), ("ffn", config.ffn)):
         if size % parallel.tp:
             wrong.append(f"tp = {parallel.tp} must divide the model's {what} = {size}")

@@ -17,6 +17,7 @@ from contraflow.dispatch.domains import Topology
 from contraflow.dispatch.placed import Placed
 from contraflow.dispatch.placement import Placement, Sizes, contiguous
 from contraflow.dispatch.split import SplitTokens
+from contraflow.errors import ConfigError
 from contraflow.model.decoder import Decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.moe import MoE
@@ -80,6 +81,12 @@ def slot_sizes(config: ModelConfig, topology: Topology, *, spare: int) -> Sizes:
     """Slots for `spare` experts a rank beyond its share, on the ranks that share out the experts."""
     ranks, size = topology.ranks, topology.ranks // topology.count
     even = size * topology.count == ranks and topology == Topology.even(ranks, size)
+    most = config.experts - config.experts // ranks
+    if spare > most:
+        raise ConfigError(
+            f"engine.spare_experts = {spare}: a rank holds no expert twice, so it has use for {most} at most, all "
+            f"{config.experts} experts less its own {config.experts // ranks}"
+        )
     return Sizes(
         experts=config.experts,
         ranks=ranks,

@@ -191,7 +191,8 @@ def _loads(steps: Sequence[Record]) -> list[list[float]]:
 
 
 def _troubles(by_kind: Mapping[str, Sequence[Record]]) -> str:
-    lines = [f"{r['at']:.0f} s: {r['worker']} died: {r['detail']}" for r in by_kind.get("death", [])]
+    first = next((r["at"] - r["elapsed_s"] for r in by_kind.get("pools", [])), 0.0)  # a clock's zero means nothing
+    lines = [f"{r['at'] - first:.0f} s: {r['worker']} died: {r['detail']}" for r in by_kind.get("death", [])]
     lines += [f"step {r['step']}: not applied: {r['fault']}" for r in by_kind.get("step", []) if not r["applied"]]
     lines += [
         f"version {r['version']['n']} refused: {r['reason']}" for r in by_kind.get("refresh", []) if not r["served"]

@@ -113,6 +113,14 @@ def test_no_tokens_give_no_tokens(make: Callable[[int], Dispatch[Any]]) -> None:
     assert through(make(3), ids_TK, *leaves(ids_TK, 3)).shape == (0, DIM)
 
 
+def test_ids_and_weights_need_not_be_contiguous(make: Callable[[int], Dispatch[Any]]) -> None:
+    ids_TK = torch.tensor([[0, 2], [1, 0], [2, 1]])
+    x, weights, matrices = leaves(ids_TK, 3)
+    plain = through(make(3), ids_TK, x, weights, matrices)
+    turned = through(make(3), ids_TK.t().contiguous().t(), x, weights.t().contiguous().t(), matrices)
+    assert torch.equal(plain, turned)
+
+
 def test_a_handle_is_good_for_one_combine(make: Callable[[int], Dispatch[Any]]) -> None:
     dispatch = make(2)
     rows = dispatch.dispatch(torch.ones(1, DIM), torch.tensor([[1]]), torch.ones(1, 1))

@@ -296,6 +296,12 @@ def test_what_cannot_be_set_up_is_refused(kind: str, experts: int, topology: Top
     VirtualWorld(topology).run(work)
 
 
+def test_auto_takes_two_hops_only_where_every_rank_has_partners() -> None:
+    for topology, kind in ((Topology((0, 1, 1)), "all_to_all"), (Topology((0, 1, 0, 1)), "hierarchical")):
+        opened = VirtualWorld(topology).run(lambda links: open_dispatch("auto", links, experts=12).kind)
+        assert set(opened) == {kind}
+
+
 def test_a_rank_that_skips_a_layer_is_noticed_and_not_mixed_up() -> None:
     def work(links: Links) -> None:
         dispatch = open_dispatch("all_to_all", links, experts=2)

@@ -109,6 +109,12 @@ def test_values_are_read_from_rows_of_any_stride() -> None:
     assert torch.equal(w.decode(wide[:, 3:-4], "fp8", 200, torch.float32), expected)
 
 
+def test_the_smallest_of_numbers_do_not_make_others_nan() -> None:
+    x = torch.full((1, 256), 1e-44)
+    x[0, 5] = 0.0
+    assert w.decode(w.encode(x, "fp8"), "fp8", 256, torch.float32).isfinite().all()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_rows_beyond_two_to_the_31_bytes_arrive() -> None:

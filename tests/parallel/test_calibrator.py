@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from contraflow.cli import app
-from contraflow.errors import ConfigError, DispatchError
+from contraflow.errors import ConfigError
 
 SMALL = ["bench", "dispatch", "--ranks", "2", "--domain-ranks", "1", "--experts", "4", "--top-k", "2", "--dim", "16"]
 QUICK = ["--expert-ffn", "8", "--train", "4", "--prefill", "", "--decode", "1", "--repeats", "1"]
@@ -30,7 +30,10 @@ def test_a_table_of_two_processes_is_shown_and_kept(tmp_path: Path) -> None:
     [
         (["--decode", "1,x"], ConfigError, "token counts '1,x'"),
         (["--wire", "int4"], ConfigError, "wire = 'int4'"),
-        (["--experts", "3"], DispatchError, "3 experts, 2 a token, cannot be shared out among 2 ranks"),
+        (["--experts", "3"], ConfigError, "--experts 3 is not a multiple of --ranks 2"),
+        (["--top-k", "5"], ConfigError, r"--top-k 5 is not in \[1, 4\]"),
+        (["--ranks", "1"], ConfigError, "--ranks 1: at least 2"),
+        (["--device", "cuda", "--ranks", "64", "--experts", "64"], ConfigError, "64 ranks need a GPU each"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(more: list[str], error: type[Exception], said: str) -> None:
