@@ -29,6 +29,7 @@ from contraflow.train.checkpoint import cut_step, cuts, latest
 from contraflow.train.learner import Place
 from contraflow.train.worker import Trainer, make_trainer
 from contraflow.types import Manifest
+from contraflow.weights.memory import shared_folder, sweep
 
 START_S = 120.0  # loading a model on a cold machine
 BF16_TOLERANCE = 0.05  # measured: bf16 moves log-probabilities by 0.006 in the mean; single tokens of a model by more
@@ -116,6 +117,8 @@ async def open_system(recipe: Recipe, folder: Path, *, resume: bool, clock: Cloc
                 await runtime.close()
             except ContraflowError as fault:  # what ended the run is the news; that stopping failed too is a note on it
                 failure.add_note(f"while stopping: {fault}")
+            if recipe.weights.carrier == "memory":
+                sweep(shared_folder())  # a trainer that was killed could not let go of the versions it published
             raise
         else:
             await runtime.close()

@@ -47,7 +47,7 @@ class MemoryCarrier:
         self._claimed = _own(self.folder)
         for left in self.folder.iterdir():
             left.unlink()
-        _sweep(self.folder.parent)
+        sweep(self.folder.parent)
 
     def create(self, version: Version, nbytes: int, chunk_bytes: int) -> "_MemorySink":
         if self._claimed is None:
@@ -194,7 +194,7 @@ def _lock(folder: Path) -> int:
     return descriptor
 
 
-def _sweep(root: Path) -> None:
+def sweep(root: Path) -> None:
     """Remove the folders of this user's runs whose publisher is dead: nobody else would, and they hold memory."""
     for left in root.glob("contraflow-*"):
         try:

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 from contraflow.buffer.accounts import accounts
+from contraflow.config import Weights
 from contraflow.telemetry import read_journal
+from contraflow.weights import open_carrier
+from contraflow.weights.memory import MemoryCarrier
 
 RECIPE = """
 [run]
@@ -124,9 +127,13 @@ def test_a_killed_rollout_worker_is_named_and_replaced(start: Start) -> None:
 def test_a_killed_trainer_ends_the_run_by_name_and_nothing_is_lost(start: Start) -> None:
     running = start()
     running.until_step(8)
+    published = open_carrier(Weights(), running.folder)
+    assert isinstance(published, MemoryCarrier)
+    assert published.folder.is_dir()
     os.kill(running.worker("trainer-0"), signal.SIGKILL)
     said = running.end(30)
     assert running.process.returncode == 1
+    assert not published.folder.exists()  # who published it could not remove it: it would hold memory
     assert "contraflow: worker 'trainer-0' died: " in said
     cut = accounts(running.folder).cut
     assert cut >= 5
