@@ -4,9 +4,12 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal, get_args, get_origin
 
 import pytest
+from pydantic import BaseModel
 
 from contraflow.cli import app
 from contraflow.config import Recipe, SftRecipe, load_recipe, load_sft_recipe
@@ -101,6 +104,16 @@ def test_help_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
+def choices_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Settings that are one of a few words, and those words."""
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if get_origin(kind) is Literal:
+            yield f"{prefix}{name}", get_args(kind)
+        elif isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from choices_of(kind, f"{prefix}{name}.")
+
+
 def test_every_setting_is_explained_with_its_default() -> None:
     page = (ROOT / "docs/settings.md").read_text(encoding="utf-8")
     sections = Recipe().model_dump(mode="json")
@@ -109,3 +122,6 @@ def test_every_setting_is_explained_with_its_default() -> None:
     for name, section in sections.items():
         for key, value in section.items():
             assert f"| `{name}.{key}` | `{json.dumps(value)}` | " in page, f"{name}.{key}"
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| [^|]*\| ([^|]*) \|$", page, re.MULTILINE))
+    for name, choices in choices_of(Recipe):
+        assert all(f"`{choice}`" in rows[name] for choice in choices), name
