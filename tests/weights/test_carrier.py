@@ -1,6 +1,7 @@
 """What carriers share: lanes, the names of runs and versions, and the choice a recipe makes."""
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ def test_lanes_keep_order_run_together_and_stop_at_the_first_failure() -> None:
 
     def fail(index: int) -> None:
         begun.append(index)
+        time.sleep(0.005)  # or lanes could be through with all of them before anyone hears of the first
         raise CarrierError(f"chunk {index}")
 
     with pytest.raises(CarrierError, match="chunk 0"):
