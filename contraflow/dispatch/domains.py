@@ -61,10 +61,6 @@ class Topology:
             )
         return rows
 
-    def restrict(self, ranks: Sequence[int]) -> "Topology":
-        """The topology of some of the ranks, renumbered."""
-        return Topology.named([str(self.domains[rank]) for rank in ranks])
-
 
 def domain_name(environment: Mapping[str, str] = os.environ) -> str:
     """The name of this process's domain: what the environment says, or the host."""

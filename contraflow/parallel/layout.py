@@ -65,17 +65,6 @@ def cut(whole: Tensor, shard: Shard | None) -> Tensor:
     return (parts[0] if len(parts) == 1 else torch.cat(parts, shard.dim)).contiguous()
 
 
-def paste(whole: Tensor, shard: Shard | None, part: Tensor) -> None:
-    """Write a rank's part back to where `cut` took it from."""
-    if shard is None:
-        whole.copy_(part)
-        return
-    at = 0
-    for start, end in shard.ranges:
-        whole.narrow(shard.dim, start, end - start).copy_(part.narrow(shard.dim, at, end - start))
-        at += end - start
-
-
 def shards(config: ModelConfig, parallel: Parallel, here: Place) -> dict[str, Shard | None]:
     """Decoder tensor name -> the part of it that the rank holds (None: all of it), in the decoder's order.
 

@@ -26,16 +26,6 @@ def test_ranks_share_a_domain_exactly_when_they_name_the_same(names: list[str]) 
     assert Topology.named([str(d) for d in topology.domains]) == topology
 
 
-@given(st.lists(st.integers(0, 2), min_size=2, max_size=8), st.data())
-def test_some_of_the_ranks_keep_their_domains(domains: list[int], data: st.DataObject) -> None:
-    topology = Topology.named([str(d) for d in domains])
-    some = data.draw(st.lists(st.sampled_from(range(len(domains))), min_size=1, unique=True))
-    part = topology.restrict(some)
-    for a, rank_a in enumerate(some):
-        for b, rank_b in enumerate(some):
-            assert (part.domains[a] == part.domains[b]) == (domains[rank_a] == domains[rank_b])
-
-
 @pytest.mark.parametrize(("ranks", "size"), [(4, 3), (4, 0), (4, 8)])
 def test_domains_that_do_not_divide_the_ranks_are_refused(ranks: int, size: int) -> None:
     with pytest.raises(DispatchError, match=f"domains of {size} ranks do not divide {ranks}"):

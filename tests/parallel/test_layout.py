@@ -13,7 +13,7 @@ from contraflow.errors import ConfigError
 from contraflow.model.decoder import Decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.kinds import Latent
-from contraflow.parallel.layout import check_fit, cut, paste, place, shards, stage_layers
+from contraflow.parallel.layout import check_fit, cut, place, shards, stage_layers
 
 MOE = ModelConfig(
     family="qwen3_moe", vocab=11, dim=16, layers=5, heads=4, kv_heads=4, head_dim=4, ffn=16, experts=8, top_k=2,
@@ -21,6 +21,17 @@ MOE = ModelConfig(
 )  # fmt: skip
 
 SHAPES = {name: tuple(p.shape) for name, p in Decoder(MOE).named_parameters()}
+
+
+def paste(whole: torch.Tensor, shard: Shard | None, part: torch.Tensor) -> None:
+    """Write a rank's part back to where `cut` took it from."""
+    if shard is None:
+        whole.copy_(part)
+        return
+    at = 0
+    for start, end in shard.ranges:
+        whole.narrow(shard.dim, start, end - start).copy_(part.narrow(shard.dim, at, end - start))
+        at += end - start
 
 
 @st.composite
