@@ -13,7 +13,7 @@ from contraflow.errors import ConfigError
 from contraflow.model.decoder import Decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.kinds import Latent
-from contraflow.parallel.layout import check_fit, cut, place, shards, stage_layers
+from contraflow.parallel.layout import Shard, check_fit, cut, place, shards, stage_layers
 
 MOE = ModelConfig(
     family="qwen3_moe", vocab=11, dim=16, layers=5, heads=4, kv_heads=4, head_dim=4, ffn=16, experts=8, top_k=2,
