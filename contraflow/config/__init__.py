@@ -1,0 +1,37 @@
+"""A run's configuration: one frozen section per room, read from a TOML recipe plus `--set section.key=value`.
+
+Takes a file and overrides, gives a checked `Recipe` or a `ConfigError` that names the key, the value, what is allowed
+and the nearest name. Does not import torch, start anything, or derive one section from another.
+"""
+
+from contraflow.config.base import Compute, Section
+from contraflow.config.engine import Engine, Parallel
+from contraflow.config.reading import check_recipe, check_section, load_recipe, load_sft_recipe, recipe_toml
+from contraflow.config.recipe import Buffer, Env, Loss, Model, Recipe, Reward, Rollout, Run, Runtime, Train, Weights
+from contraflow.config.sft import NewModel, Sft, SftRecipe
+
+__all__ = [
+    "Buffer",
+    "Compute",
+    "Engine",
+    "Env",
+    "Loss",
+    "Model",
+    "NewModel",
+    "Parallel",
+    "Recipe",
+    "Reward",
+    "Rollout",
+    "Run",
+    "Runtime",
+    "Section",
+    "Sft",
+    "SftRecipe",
+    "Train",
+    "Weights",
+    "check_recipe",
+    "check_section",
+    "load_recipe",
+    "load_sft_recipe",
+    "recipe_toml",
+]

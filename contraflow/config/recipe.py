@@ -1,0 +1,152 @@
+"""The sections of a run, and the `Recipe` that holds them all."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from contraflow.config.base import Compute, Count, Decay, Device, Seconds, Section, Share
+from contraflow.config.engine import Engine, Parallel
+
+
+class Run(Section):
+    """What a run is called, how long it goes on and what it writes."""
+
+    seed: int = 0  # of everything random in the run
+    steps: Count = 100  # in all, those before a resume included
+    eval_every: Count = 10  # steps between looks at held-out tasks
+    eval_tasks: Annotated[int, Field(ge=0)] = 256  # 0: never look
+    stop_at_accuracy: Share = 0.0  # end early once held-out accuracy reaches it; 0: never
+    keep_episodes: Annotated[int, Field(ge=0)] = 4  # groups a step written to episodes.jsonl for the report
+    stall_s: Seconds = 120.0  # no wait in the loop may last longer; then the run stops and says who waited for what
+    max_bad_steps: Count = 3  # steps in a row with a non-finite loss before the run stops
+
+
+class Model(Section):
+    """The policy to start from: a Hugging Face folder, or `builtin:NAME` for one shipped in the package."""
+
+    folder: str = "builtin:tiny-moe"  # its tokenizer.json included
+
+
+class Env(Section):
+    """Which environment poses the tasks; `options` are checked by that environment."""
+
+    name: str = "arithmetic"  # a shipped one, or `module:NAME` or `file.py:NAME` of your own
+    options: dict[str, Any] = {}  # see docs/environment.md
+    step_deadline_s: Seconds = 10.0  # an environment that has not answered by then costs the episode
+
+
+class Reward(Section):
+    """Named parts and their weights; the reward of an episode is the weighted sum."""
+
+    parts: dict[str, float] = {"correct": 1.0}  # correct, format, partial, tool, or your own
+
+
+class Rollout(Section):
+    """How tasks become groups of episodes."""
+
+    workers: Count = 1  # processes, each with an engine of its own
+    episodes: Count = 8  # G: episodes of one group
+    max_new_tokens: Count = 16  # per episode, over all its turns
+    max_turns: Count = 1  # model turns per episode
+    temperature: Annotated[float, Field(gt=0)] = 1.0  # of sampling; the trainer computes its ratios at the same one
+    concurrency: Count = 64  # groups a worker plays at once
+    group_deadline_s: Seconds = 60.0  # a group that takes longer is posed again
+
+
+class Buffer(Section):
+    """The window and the tickets: how old a trained token may be, and how much may be in flight."""
+
+    groups_per_step: Count = 16  # P
+    max_age: Annotated[int, Field(ge=0)] = 2  # eta; 0 is the synchronous trainer
+    expiry: Literal["hold", "mask", "repose"] = "hold"  # what happens to a group about to expire
+    no_signal: Literal["drop", "keep"] = "drop"  # groups whose episodes all earned the same
+
+    @property
+    def tickets(self) -> int:
+        """Groups in flight at most: (eta + 1) * P."""
+        return (self.max_age + 1) * self.groups_per_step
+
+
+class Loss(Section):
+    """The policy objective."""
+
+    advantages: Literal["grpo", "centred"] = "grpo"  # divide by the group's standard deviation, or only centre
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
+    clip_high: Annotated[float, Field(gt=0)] = 0.2  # larger than clip_low is DAPO's "clip higher"
+    reduction: Literal["token", "sequence"] = "token"  # mean over all tokens, or over episodes of their token means
+    kl_weight: Annotated[float, Field(ge=0)] = 0.0  # to the model the run began with; 0 keeps no reference copy
+    balance_weight: Annotated[float, Field(ge=0)] = 0.0  # load-balancing loss of the router
+
+
+class Train(Section):
+    """How groups become a new version."""
+
+    epochs: Count = 1  # e: passes over one take
+    updates: Count = 1  # m: optimizer updates per pass
+    tokens_per_batch: Count = 8192  # budget of one packed micro-batch
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3  # AdamW, constant after the warm-up
+    warmup_updates: Annotated[int, Field(ge=0)] = 5  # over which the learning rate rises to its value
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0  # AdamW's
+    betas: tuple[Decay, Decay] = (0.9, 0.95)  # AdamW's
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0  # of the whole gradient
+    device: Device = "cpu"  # cpu, cuda or cuda:N: rank r takes GPU N + r
+    compute: Compute = "float32"  # of forward and backward pass; weights, router, head and optimizer stay float32
+    compile: Literal["none", "blocks"] = "none"  # blocks: what lies between matmuls; pays on a GPU with many tokens
+    checkpoint_every: Count = 20  # steps between cuts
+    keep_checkpoints: Count = 2  # older ones are removed
+    step_deadline_s: Seconds = 120.0  # a step that takes longer ends the run
+    parallel: Parallel = Parallel()  # how the trained model is spread
+
+
+class Weights(Section):
+    """How a version travels from trainer to engine, and how its arrival is proven."""
+
+    carrier: Literal["memory", "blob"] = "memory"  # shared memory of one host, or a folder or S3
+    url: str = ""  # for `blob`: a folder or s3://bucket/prefix; empty is RUN/weights
+    chunk_bytes: Count = 1 << 20  # one digest each
+    probe_prompts: Count = 4  # random token rows whose log-probabilities must arrive
+    probe_tokens: Count = 16  # of each
+    probe_tolerance: Annotated[float, Field(gt=0)] = 1e-3  # largest difference that still counts as equal
+    refresh_deadline_s: Seconds = 30.0  # an engine that takes longer ends the run
+
+
+class Runtime(Section):
+    """Where workers live."""
+
+    kind: Literal["local", "inline"] = "local"  # a process per worker, or all in this one, deterministically
+    threads: Count = 1  # torch threads of each worker
+
+
+class Recipe(Section):
+    """A whole run. Every section has defaults that work on two CPU cores."""
+
+    run: Run = Run()
+    model: Model = Model()
+    env: Env = Env()
+    reward: Reward = Reward()
+    rollout: Rollout = Rollout()
+    engine: Engine = Engine()
+    buffer: Buffer = Buffer()
+    loss: Loss = Loss()
+    train: Train = Train()
+    weights: Weights = Weights()
+    runtime: Runtime = Runtime()
+
+    @model_validator(mode="after")
+    def _ranks_have_processes(self) -> Self:
+        for name, parallel in (("engine", self.engine.parallel), ("train", self.train.parallel)):
+            if self.runtime.kind == "inline" and parallel.ranks > 1:
+                raise ValueError(
+                    f"runtime.kind = 'inline' is one process, {name}.parallel has {parallel.ranks} ranks;"
+                    " use runtime.kind = 'local'"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _signal_needs_company(self) -> Self:
+        if self.rollout.episodes == 1 and self.buffer.no_signal == "drop":
+            raise ValueError(
+                "rollout.episodes = 1 with buffer.no_signal = 'drop': one episode has none to be compared with, so"
+                " every group would be dropped; ask for at least 2 episodes"
+            )
+        return self
