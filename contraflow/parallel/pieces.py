@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from contraflow.config import Parallel
@@ -38,6 +39,12 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
     return {name: tuple(weight.shape) for name, weight in Decoder(config, device="meta").named_parameters()}
 
 
+def dtypes(config: ModelConfig, compute: torch.dtype) -> dict[str, torch.dtype]:
+    """Decoder tensor name -> dtype of what an engine that computes in `compute` holds, in the decoder's order."""
+    decoder = Decoder(config, dtype=compute, device="meta")
+    return {name: weight.dtype for name, weight in decoder.named_parameters()}
+
+
 def pieces(config: ModelConfig, parallel: Parallel, here: Place, whole: Mapping[str, Shape]) -> dict[str, Piece]:
     """Decoder tensor name -> what the rank holds of it, in the decoder's order; `whole` is `shapes(config)`.
 
@@ -52,6 +59,14 @@ def pieces(config: ModelConfig, parallel: Parallel, here: Place, whole: Mapping[
         counted = experts or shard is not None or here.tp == 0
         found[name] = _piece(whole[name], shard, copies, index, counted)
     return found
+
+
+def served(config: ModelConfig, parallel: Parallel, here: Place, whole: Mapping[str, Shape]) -> dict[str, Piece]:
+    """As `pieces`, for a rank of an engine: no axis cuts rows once more, so ranks may hold the same elements.
+
+    Its experts lie in order, as without `engine.replace_every`.
+    """
+    return {name: _piece(whole[name], shard, 1, 0, True) for name, shard in shards(config, parallel, here).items()}
 
 
 def is_expert(config: ModelConfig, name: str) -> bool:
