@@ -53,6 +53,9 @@ class Mesh:
 def open_mesh(parallel: Parallel, *, rank: int, init_method: str, device: torch.device | str = "cpu") -> Iterator[Mesh]:
     """Join the ranks' process group and make the groups of the mesh; leave it on the way out.
 
+    A GPU must be the current one of this thread. It is not given to the process group as its own: torch 2.11 would then
+    split groups off the first one, and in a process that had a mesh before that is a segmentation fault.
+
     `init_method` as torch.distributed takes it, the same on all ranks. Raises ConfigError for a rank that has no place.
     """
     device = torch.device(device)
@@ -66,7 +69,6 @@ def open_mesh(parallel: Parallel, *, rank: int, init_method: str, device: torch.
         rank=rank,
         world_size=parallel.ranks,
         timeout=timedelta(seconds=1.25 * parallel.deadline_s),  # ours is the shorter, and names who is missing
-        device_id=device if device.type == "cuda" else None,
     )
     try:
         yield _mesh(parallel, here, device, store)

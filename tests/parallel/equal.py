@@ -88,7 +88,7 @@ def samples(count: int, *, seed: int = 0) -> list[Sample]:
 
 def objective(batch, fed, scored):
     def tensor(values_T):
-        return torch.from_numpy(values_T[batch.mask])
+        return torch.from_numpy(values_T[batch.mask]).to(scored.logprobs_N.device)
 
     ratio_N = (scored.logprobs_N - tensor(batch.behaviour)).exp()
     return -(tensor(batch.weights) * tensor(batch.advantages) * ratio_N).sum()

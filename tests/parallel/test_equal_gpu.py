@@ -1,7 +1,7 @@
 """On two GPUs over NCCL a spread model trains as on one: in fp32 closely, in bf16 to rounding.
 
-In bf16 both sides round every activation, in another order. How far the one-rank trainer in bf16 is from the one in fp32
-is what rounding does: the ranks in bf16 may be as far from one rank in bf16, and no farther.
+In bf16 both sides round every activation, in another order. How far the one-rank trainer in bf16 is from the one in
+fp32 is what rounding does: the ranks in bf16 may be as far from one rank in bf16, and no farther.
 """
 
 import pickle
