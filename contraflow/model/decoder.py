@@ -21,7 +21,7 @@ from contraflow.model.attention import Attention, LayerPlan, Plan
 from contraflow.model.families import ModelConfig
 from contraflow.model.mla import LatentAttention
 from contraflow.model.moe import DenseMLP, MoE
-from contraflow.model.ops import cast, linear, rms_norm
+from contraflow.model.ops import add_norm, cast, linear, rms_norm
 from contraflow.model.recompute import recomputed
 from contraflow.model.rotary import Rotation, frequencies, rotation, turn_gain
 from contraflow.model.router import RouterTape, Tape
@@ -39,8 +39,9 @@ class Layer(nn.Module):
         self.mlp = mlp
 
     def forward(self, x_TD: Tensor, turn: Rotation, plan: LayerPlan, tape: Tape | None) -> Tensor:
-        x_TD = x_TD + self.attention(rms_norm(x_TD, self.attention_norm, self.eps), turn, plan)
-        out: Tensor = x_TD + self.mlp(rms_norm(x_TD, self.mlp_norm, self.eps), tape)
+        mixed_TD = self.attention(rms_norm(x_TD, self.attention_norm, self.eps), turn, plan)
+        x_TD, normed_TD = add_norm(x_TD, mixed_TD, self.mlp_norm, self.eps)
+        out: Tensor = x_TD + self.mlp(normed_TD, tape)
         return out
 
 

@@ -13,14 +13,16 @@ from torch.nn import functional as F
 
 from contraflow.compiled import compiled
 from contraflow.dispatch.base import Dispatch, Rows
+from contraflow.dispatch.local import LocalDispatch
 from contraflow.model.clamped import add_bias, clamped_swiglu
 from contraflow.model.families import ModelConfig
 from contraflow.model.kinds import FAMILIES
-from contraflow.model.ops import cast, computed, linear
+from contraflow.model.ops import cast, computed, kernels_serve, linear
 from contraflow.model.router import Router, Tape
 from contraflow.model.sigmoid_router import SigmoidRouter
 
 EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias")  # parameters with a row an expert; biases are gpt-oss's
+MOST_PAIRS = 8192  # that our kernels take: each program that places pairs reads all, so past this sorting is quicker
 
 
 class DenseMLP(nn.Module):
@@ -65,8 +67,21 @@ class MoE(nn.Module):
     def forward(self, x_TD: Tensor, tape: Tape | None) -> Tensor:
         """`[T, D]` -> `[T, D]`, the sum of each token's experts by router weight."""
         ids_TK, weights_TK = self.router(x_TD, tape)
-        out_TD = self.dispatch.mix(x_TD, ids_TK, weights_TK, self.answers)
+        if self.whole(x_TD, ids_TK.numel()):
+            from contraflow.model import kernels_experts
+
+            out_TD = kernels_experts.experts(x_TD, ids_TK, weights_TK, self.gate_up, self.down)
+        else:
+            out_TD = self.dispatch.mix(x_TD, ids_TK, weights_TK, self.answers)
         return out_TD if self.shared is None else out_TD + self.shared(x_TD, None)
+
+    def whole(self, x_TD: Tensor, pairs: int) -> bool:
+        """Whether our own kernels do all of the mixture for so many pairs: nothing to send, no bias, no cast."""
+        local = self.dispatch
+        if not kernels_serve(x_TD) or type(local) is not LocalDispatch or pairs > MOST_PAIRS:
+            return False
+        lossless = local.capacity is None or local.capacity >= pairs
+        return lossless and self.down_bias is None and self.gate_up.dtype == self.down.dtype == x_TD.dtype
 
     def expert_parameters(self) -> dict[str, nn.Parameter]:
         """Those of `EXPERTS` that the family has: what expert parallelism cuts."""

@@ -1,15 +1,18 @@
-"""The decoder's smallest pieces: weights cast at use, and the root-mean-square norm.
+"""The decoder's smallest pieces: weights cast at use, the root-mean-square norm, and who is served by own kernels.
 
 On a CPU, small models spend their time in calling kernels, so the norm is written in as few as torch allows and has
-its own backward; on a GPU and in half precision torch's norm is used. Shape letters: D the normed width.
+its own backward; on a GPU and in half precision torch's norm is used. Shape letters: T tokens, D the normed width.
 """
 
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+HALF = (torch.bfloat16, torch.float16)
 
 
 def cast(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -47,6 +50,29 @@ class _Copied(torch.autograd.Function):
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` in x's dtype."""
     return F.linear(x, computed(weight, x.dtype), None if bias is None else cast(bias, x.dtype))
+
+
+def kernels_serve(x: Tensor) -> bool:
+    """Whether `x` goes through our own kernels: in half precision, on a GPU that Triton knows, in inference mode.
+
+    Not under `no_grad`: a pass that is repeated for its gradient must round as its repetition does.
+    """
+    return x.is_cuda and x.dtype in HALF and torch.is_inference_mode_enabled() and _triton_found()
+
+
+@cache
+def _triton_found() -> bool:
+    return find_spec("triton") is not None
+
+
+def add_norm(x_TD: Tensor, delta_TD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`x + delta`, and its `rms_norm`."""
+    if kernels_serve(x_TD):
+        from contraflow.model import kernels_tokens
+
+        return kernels_tokens.add_norm(x_TD, delta_TD, weight_D, eps)
+    x_TD = x_TD + delta_TD
+    return x_TD, rms_norm(x_TD, weight_D, eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

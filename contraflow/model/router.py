@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from contraflow.errors import ModelError
 from contraflow.model.families import ModelConfig
 from contraflow.model.kinds import FAMILIES
-from contraflow.model.ops import cast, linear
+from contraflow.model.ops import cast, kernels_serve, linear
 
 
 class Tape(Protocol):
@@ -101,6 +101,13 @@ class Router(nn.Module):
     def forward(self, x_TD: Tensor, tape: Tape | None) -> tuple[Tensor, Tensor]:
         """`[T, D]` -> expert ids int64 `[T, K]`, best first, and their weights fp32 `[T, K]`."""
         logits_TE = linear(cast(x_TD, torch.float32), self.weight, self.bias)
+        if kernels_serve(x_TD) and (tape is None or tape.chosen() is None):
+            from contraflow.model import kernels_tokens
+
+            ids_TK, weights_TK = kernels_tokens.route(logits_TE, self.top_k, renormalise=self.renormalise)
+            if tape is not None:
+                tape.record(ids_TK, logits_TE)
+            return ids_TK, weights_TK
         scores_TE = logits_TE if self.renormalise else logits_TE.softmax(-1)
         if tape is None:
             weights_TK, ids_TK = scores_TE.topk(self.top_k)
