@@ -1,11 +1,11 @@
 """Attention, with one seam: `attend(q, k, v, plan)`. What a token may see is a plan, never a flag of the model.
 
-`PackedPlan`: whole sequences laid end to end (training). `PagedPlan`: new tokens against a paged cache (generation,
-chunked prefill). Both are causal with scale 1/sqrt(d), and both share this file's `Attention` weights and code. Layers
-with attention sinks or a sliding window hand their plan a `Sight`.
+`PackedPlan`: whole sequences laid end to end (training). The plans of `paged`: new tokens against a paged cache
+(generation, chunked prefill). All are causal with scale 1/sqrt(d), and share this file's `Attention` weights and code.
+Layers with attention sinks or a sliding window hand their plan a `Sight`.
 
 Shape letters: T tokens fed, D width, H query heads, G key/value heads, d head dimension, S packed sequences,
-B cached sequences, N blocks of a table, Q fed tokens of a sequence at most, L positions of a sequence, P padded tokens.
+P padded tokens.
 """
 
 import inspect
@@ -20,12 +20,12 @@ from torch.nn.attention.varlen import varlen_attn
 
 from contraflow.compiled import compiled
 from contraflow.errors import ModelError
-from contraflow.model.cache import KVCache
 from contraflow.model.families import ModelConfig
 from contraflow.model.kinds import FAMILIES
-from contraflow.model.ops import cast, linear, rms_norm
+from contraflow.model.ops import linear, rms_norm
+from contraflow.model.paged import KernelLayer, Placing
 from contraflow.model.rotary import Rotation, rotate
-from contraflow.model.sinks import Packing, Sight, flash_with_sinks, hidden, sink_attention
+from contraflow.model.sinks import Packing, Sight, additive, flash_with_sinks, hidden, sink_attention
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 # torch 2.11's flash attention takes fewer key/value heads as they are; later ones want to be told.
@@ -85,8 +85,16 @@ class Attention(nn.Module):
         """What the heads have to say, side by side `[T, H * d]`, before the projection out."""
         heads, kv_heads = self.heads, self.kv_heads
         qkv = linear(x_TD, self.qkv, self.qkv_bias).view(-1, heads + 2 * kv_heads, self.head_dim)
+        sight = None if self.sinks is None else Sight(self.sinks, self.window)
+        if isinstance(plan, KernelLayer) and self.whole_norm:
+            return plan.attend_projected(qkv, turn, Placing(self.qk_norm, self.eps, self.clip), sight).flatten(1)
         q, k, v = compiled(Attention.placed, self.fuse)(self, qkv, turn)
-        return attend(q, k, v, plan, None if self.sinks is None else Sight(self.sinks, self.window)).flatten(1)
+        return attend(q, k, v, plan, sight).flatten(1)
+
+    @property
+    def whole_norm(self) -> bool:
+        """Whether the query and key norms need nothing beyond the heads that are here."""
+        return True
 
     def placed(self, qkv: Tensor, turn: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values from one projection: normed, clamped and turned to their positions."""
@@ -198,12 +206,7 @@ def _rows(
 def windowed(keys: int, queries: int, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Additive mask `[1, 1, Q, L]` of the last `queries` of `keys` tokens of one sequence."""
     places = torch.arange(keys, device=device)
-    return _additive(hidden(places[keys - queries :, None], places, window), dtype)[None, None]
-
-
-def _additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask to add to scores. Finite, so that a row that may see nothing gives numbers, not NaN."""
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min / 2)
+    return additive(hidden(places[keys - queries :, None], places, window), dtype)[None, None]
 
 
 class _Pad(torch.autograd.Function):
@@ -233,118 +236,3 @@ class _Unpad(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (place_T,) = ctx.saved_tensors
         return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, place_T, grad), None
-
-
-class PagedPlan:
-    """New tokens of B sequences against a paged cache; attending also writes the new keys and values.
-
-    `tables_BN` int64: blocks of each sequence in order, padded with any valid block. `lengths_B` int64: tokens of each
-    sequence including those fed now (0 for a padding row, whose output is meaningless but finite). `slots_T` int64:
-    block * BS + offset where each fed token goes. `queries_BQ` int64: which fed tokens belong to each sequence, in
-    order, -1 behind them; None when each sequence feeds one (T == B).
-
-    Everything is computed on the device from these tensors, so build the plan inside the captured region of a graph.
-    """
-
-    def __init__(
-        self, cache: KVCache, tables_BN: Tensor, lengths_B: Tensor, slots_T: Tensor, queries_BQ: Tensor | None = None
-    ) -> None:
-        if tables_BN.ndim != 2 or lengths_B.shape != tables_BN.shape[:1]:
-            raise ModelError(f"tables {list(tables_BN.shape)} and lengths {list(lengths_B.shape)} must be [B, N], [B]")
-        if queries_BQ is None and slots_T.shape != lengths_B.shape:
-            raise ModelError(f"{slots_T.numel()} tokens for {lengths_B.numel()} sequences: say whose with queries_BQ")
-        self._cache = cache
-        self._batch, self._blocks = tables_BN.shape
-        heads, block_tokens = cache.heads, cache.block_tokens
-        # Pages of one layer as (keys or values, sequence, head, block): in this order each head gets its own matrix.
-        pages = tables_BN[:, None, :] * len(heads) + heads.view(2, 1, -1, 1)
-        self._pages = pages.reshape(-1)
-        block_T = slots_T.div(block_tokens, rounding_mode="floor")
-        self._slots = ((block_T[:, None] * len(heads) + heads) * block_tokens + (slots_T % block_tokens)[:, None]).view(
-            -1
-        )
-        self._queries = None if queries_BQ is None else queries_BQ.clamp_min(0)
-        self._place_T = slots_T if queries_BQ is None else _inverse(queries_BQ, slots_T.shape[0])
-        self._last_BQ1 = self._last(lengths_B, queries_BQ)[..., None]
-        self._mask_B1QL = self._mask(None)
-        self._windowed: dict[int, Tensor] = {}  # masks of other windows, made when first asked for
-        self._mask_X1L = self._mask_B1QL.squeeze(1).repeat_interleave(len(heads) // 2, 0)  # a row a head, for decoding
-
-    def layer(self, index: int) -> "_PagedLayer":
-        """The view of one layer's cache."""
-        return _PagedLayer(self, *self._cache.layers[index])
-
-    def _last(self, lengths_B: Tensor, queries_BQ: Tensor | None) -> Tensor:
-        """The last position that each query may see, its own: `[B, Q]`."""
-        if queries_BQ is None:
-            return lengths_B[:, None] - 1
-        fed_BQ = queries_BQ >= 0
-        counts_Q = torch.arange(fed_BQ.shape[1], device=lengths_B.device)
-        return lengths_B[:, None] - fed_BQ.sum(1, keepdim=True) + counts_Q
-
-    def _mask(self, window: int | None) -> Tensor:
-        positions_L = torch.arange(self._blocks * self._cache.block_tokens, device=self._last_BQ1.device)
-        return _additive(hidden(self._last_BQ1, positions_L, window), self._cache.pool.dtype)[:, None]
-
-    def _sight_mask(self, window: int | None) -> Tensor:
-        if window is None:
-            return self._mask_B1QL
-        if window not in self._windowed:
-            self._windowed[window] = self._mask(window)
-        return self._windowed[window]
-
-    def write(self, slots: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
-        """Put the fed tokens' keys and values into one layer's slots `[NB * 2 * G * BS, d]`, where `slots_T` says."""
-        slots.index_copy_(0, self._slots, cast(torch.cat((k_TGd, v_TGd), 1).flatten(0, 1), slots.dtype))
-
-    def attend(self, q_THd: Tensor, pages: Tensor, sight: Sight | None) -> Tensor:
-        """Attention of the fed tokens against one layer's pages `[NB * 2 * G, BS * d]`, which hold them already."""
-        batch, (heads, d), kv_heads = self._batch, q_THd.shape[1:], len(self._cache.heads) // 2
-        k, v = pages.index_select(0, self._pages).view(2, batch, kv_heads, -1, d).unbind()
-        if sight is not None:
-            return self._sighted(q_THd, k, v, sight)
-        # Query heads that share a key/value head become more queries of it: no repeated keys, one plain attention.
-        if self._queries is None:
-            return self._one_token(q_THd.view(batch, kv_heads, -1, d), k, v).flatten(1, 2)
-        share = heads // kv_heads
-        q = q_THd.index_select(0, self._queries.reshape(-1)).view(batch, -1, kv_heads, share, d)
-        q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask_B1QL.repeat(1, 1, share, 1))
-        o = o.view(batch, kv_heads, share, -1, d).permute(0, 3, 1, 2, 4).reshape(-1, heads, d)
-        return o.index_select(0, self._place_T)
-
-    def _sighted(self, q_THd: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
-        queries = q_THd if self._queries is None else q_THd.index_select(0, self._queries.reshape(-1))
-        q_BHQd = queries.unflatten(0, (self._batch, -1)).transpose(1, 2)
-        o_BHQd = sink_attention(q_BHQd, k, v, self._sight_mask(sight.window), sight.sinks_H)
-        o = o_BHQd.transpose(1, 2).flatten(0, 1)
-        return o if self._queries is None else o.index_select(0, self._place_T)
-
-    def _one_token(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of the query heads of one token a sequence: `[B, G, s, d]` against `[B, G, L, d]`.
-
-        On a CPU as two batched matmuls: torch's attention kernel pays more for each head than the arithmetic costs.
-        """
-        if q.is_cuda:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask_B1QL)
-        flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
-        scores = torch.baddbmm(self._mask_X1L, flat_q, flat_k.transpose(1, 2), alpha=q.shape[-1] ** -0.5)
-        return torch.bmm(scores.softmax(-1), flat_v).view_as(q)
-
-
-class _PagedLayer:
-    """One layer's part of the cache under a plan: the same memory as pages and as slots."""
-
-    def __init__(self, plan: PagedPlan, pages: Tensor, slots: Tensor) -> None:
-        self._plan, self._pages, self._slots = plan, pages, slots
-
-    def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sight: Sight | None = None) -> Tensor:
-        self._plan.write(self._slots, k_TGd, v_TGd)
-        return cast(self._plan.attend(cast(q_THd, self._slots.dtype), self._pages, sight), q_THd.dtype)
-
-
-def _inverse(queries_BQ: Tensor, tokens: int) -> Tensor:
-    """`place_T`: where each fed token stands in the flattened `[B * Q]`; padding is sent to a place past the end."""
-    flat = torch.where(queries_BQ < 0, tokens, queries_BQ).reshape(-1)
-    place = torch.zeros(tokens + 1, dtype=torch.int64, device=flat.device)
-    return place.scatter_(0, flat, torch.arange(flat.shape[0], device=flat.device))[:tokens]

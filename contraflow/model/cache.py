@@ -1,6 +1,6 @@
 """The paged KV cache: one pool of blocks per layer, preallocated once.
 
-Takes a model's shape and a number of blocks, gives storage that `PagedPlan` reads and writes. Does not know which
+Takes a model's shape and a number of blocks, gives storage that `paged`'s plans read and write. Does not know which
 sequence owns which block (`blocks.py` does), nor when to drop one.
 
 Shape letters: N layers, NB blocks, BS tokens of a block, G key/value heads, d head dimension.

@@ -28,6 +28,11 @@ def hidden(queries: Tensor, positions: Tensor, window: int | None) -> Tensor:
     return later if window is None else later | (positions <= queries - window)
 
 
+def additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask to add to scores. Finite, so that a row that may see nothing gives numbers, not NaN."""
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, torch.finfo(dtype).min / 2)
+
+
 def sink_softmax(scores_XsL: Tensor, sinks_Xs: Tensor) -> Tensor:
     """Softmax of the scores and the head's sink, the sink left out."""
     return torch.cat((scores_XsL, sinks_Xs.unsqueeze(-1)), -1).softmax(-1)[..., :-1]

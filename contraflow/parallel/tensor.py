@@ -51,6 +51,11 @@ class SharedAttention(Attention):
         out_TD = sum_out(linear(self.mixed(copy_in(x_TD, self._group), turn, plan), self.out), self._group)
         return out_TD if self.out_bias is None else out_TD + cast(self.out_bias, out_TD.dtype)
 
+    @property
+    def whole_norm(self) -> bool:
+        """See `Attention`; a norm over the whole projection needs the other ranks."""
+        return self.qk_norm is None or self.qk_norm.ndim == 2
+
     def normed(self, qk: Tensor, weight: Tensor) -> Tensor:
         """A weight that all heads share gets its gradient from the heads of all ranks."""
         return super().normed(qk, copy_in(weight, self._group) if weight.ndim == 2 else weight)

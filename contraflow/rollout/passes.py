@@ -18,10 +18,11 @@ from torch import Tensor
 from contraflow.config import Engine as EngineSection
 from contraflow.dispatch.base import Phase
 from contraflow.dispatch.local import LocalDispatch
-from contraflow.model.attention import Attention, PagedPlan, Plan
+from contraflow.model.attention import Attention, Plan
 from contraflow.model.cache import KVCache
 from contraflow.model.decoder import Decoder
 from contraflow.model.moe import MoE
+from contraflow.model.paged import paged_plan
 from contraflow.model.router import RouterTape
 from contraflow.model.sinks import Sight
 from contraflow.rollout.rowcache import RowCache, RowPlan
@@ -108,7 +109,7 @@ class Passes:
             torch.from_numpy(x.astype(np.int64)).to(self.device)
             for x in (tokens_T, positions_T, tables_BN, lengths_B, slots_T, queries_BQ)
         )
-        self._forward(tokens, positions, PagedPlan(self.cache, tables, lengths, slots, queries), slots)
+        self._forward(tokens, positions, paged_plan(self.cache, tables, lengths, slots, queries), slots)
 
     @torch.inference_mode()
     def idle(self, phase: Phase) -> None:
@@ -178,7 +179,7 @@ class Passes:
         slots_B, lengths_B = numbers_B[SLOT], numbers_B[LENGTH]
         plan: Plan
         if self.near is None:
-            plan = PagedPlan(self.cache, tables_BN[:, :blocks], lengths_B, slots_B)
+            plan = paged_plan(self.cache, tables_BN[:, :blocks], lengths_B, slots_B)
         else:
             plan = RowPlan(self.near, numbers_B[POSITION], lengths_B, blocks * self.cache.block_tokens)
         hidden_BD = self._forward(numbers_B[TOKEN], numbers_B[POSITION], plan, slots_B)

@@ -11,57 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from contraflow.errors import ModelError
-from contraflow.model.attention import PackedPlan, PagedPlan, _rectangles, attend
+from contraflow.model.attention import PackedPlan, _rectangles, attend
 from contraflow.model.cache import KVCache
 from contraflow.model.decoder import Decoder
+from contraflow.model.paged import PagedPlan
+from tests.model.pages import Pages, sequences
 
 Forward = Callable[[Decoder, Sequence[Tensor]], Tensor]
 LENGTHS = st.lists(st.integers(1, 13), min_size=1, max_size=6)
-
-
-def sequences(lengths: Sequence[int], seed: int = 0) -> list[Tensor]:
-    noise = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, 40, (length,), generator=noise) for length in lengths]
-
-
-class Pages:
-    """What an engine does, as plainly as can be: scattered blocks, feeds of chosen sizes, hidden states by position."""
-
-    def __init__(self, decoder: Decoder, lengths: Sequence[int], block_tokens: int, seed: int) -> None:
-        self.decoder = decoder
-        self.block_tokens = block_tokens
-        each = [-(-length // block_tokens) for length in lengths]
-        self.cache = KVCache(
-            decoder.config, blocks=sum(each) + 2, block_tokens=block_tokens, dtype=torch.float32, device="cpu"
-        )
-        noise = torch.Generator().manual_seed(seed)
-        self.cache.pool.normal_(0, 100, generator=noise)  # what other sequences left behind must not matter
-        free = (torch.randperm(sum(each) + 1, generator=noise) + 1).tolist()
-        self.tables = [[free.pop() for _ in range(count)] for count in each]
-        self.done = [0] * len(lengths)
-        self.hidden: list[list[Tensor]] = [[] for _ in lengths]
-
-    def feed(self, tokens: Sequence[Tensor], counts: Sequence[int], *, decode: bool = False) -> None:
-        """The next `counts[b]` tokens of each sequence in one forward; `decode` takes the form of one token each."""
-        rows = [b for b, count in enumerate(counts) if count]
-        queries = torch.full((len(rows), max(counts) + 1), -1)
-        fed, positions, slots = [], [], []
-        for row, b in enumerate(rows):
-            for j in range(counts[b]):
-                position = self.done[b] + j
-                queries[row, j] = len(fed)
-                fed.append(int(tokens[b][position]))
-                positions.append(position)
-                block = self.tables[b][position // self.block_tokens]
-                slots.append(block * self.block_tokens + position % self.block_tokens)
-            self.done[b] += counts[b]
-        width = max(len(self.tables[b]) for b in rows)
-        tables = torch.tensor([self.tables[b] + [0] * (width - len(self.tables[b])) for b in rows])
-        lengths = torch.tensor([self.done[b] for b in rows])
-        plan = PagedPlan(self.cache, tables, lengths, torch.tensor(slots), None if decode else queries)
-        out = iter(self.decoder(torch.tensor(fed), torch.tensor(positions), plan))
-        for b in rows:
-            self.hidden[b] += [next(out) for _ in range(counts[b])]
 
 
 @settings(max_examples=20, deadline=None)
@@ -116,9 +73,7 @@ def test_decoding_token_by_token_equals_the_packed_forward(
     decoder, tokens = make_decoder(family), sequences(lengths, seed)
     with torch.inference_mode():
         pages = Pages(decoder, lengths, block_tokens, seed)
-        for step in range(max(lengths)):
-            pages.feed(tokens, [int(step < length) for length in lengths], decode=True)
-        paged = torch.cat([torch.stack(rows) for rows in pages.hidden])
+        paged = pages.one_by_one(tokens)
         torch.testing.assert_close(paged, forward(decoder, tokens), rtol=0, atol=5e-5)
 
 
@@ -137,13 +92,7 @@ def test_prefill_in_chunks_of_any_size_equals_the_packed_forward(
     decoder, tokens = make_decoder(family), sequences(lengths, seed)
     with torch.inference_mode():
         pages = Pages(decoder, lengths, block_tokens, seed)
-        while pages.done != lengths:
-            # each sequence at its own pace, some resting: prefill and decode in one forward
-            wanted = [(chunk * (b + 1) + len(pages.hidden[0])) % (chunk + 2) for b in range(len(lengths))]
-            left = [length - done for length, done in zip(lengths, pages.done, strict=True)]
-            counts = [min(want, rest) for want, rest in zip(wanted, left, strict=True)]
-            pages.feed(tokens, counts if any(counts) else [min(1, rest) for rest in left])
-        paged = torch.cat([torch.stack(rows) for rows in pages.hidden])
+        paged = pages.in_chunks(tokens, chunk)
         torch.testing.assert_close(paged, forward(decoder, tokens), rtol=0, atol=5e-5)
 
 

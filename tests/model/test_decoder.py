@@ -10,11 +10,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from contraflow.dispatch.local import LocalDispatch
 from contraflow.dispatch.reference import ReferenceDispatch
-from contraflow.model.attention import PagedPlan
 from contraflow.model.cache import KVCache
 from contraflow.model.decoder import Decoder, new_decoder
 from contraflow.model.families import FAMILIES, ModelConfig
 from contraflow.model.names import parts
+from contraflow.model.paged import PagedPlan
 
 Forward = Callable[[Decoder, Sequence[Tensor]], Tensor]
 SEQUENCES = [torch.arange(11) * 7 % 40, torch.tensor([3]), torch.arange(6)]

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from contraflow.dispatch.local import LocalDispatch
 from contraflow.dispatch.reference import ReferenceDispatch
-from contraflow.model.attention import PackedPlan, PagedPlan, attend
+from contraflow.model.attention import PackedPlan, attend
 from contraflow.model.cache import KVCache
 from contraflow.model.decoder import Decoder
 from contraflow.model.kinds import FAMILIES
+from contraflow.model.paged import paged_plan
 from contraflow.model.router import RouterTape
 from contraflow.model.sinks import Sight
 
@@ -126,7 +127,7 @@ def test_a_decode_step_replays_from_a_cuda_graph(family: str, make_decoder: Call
 
     def step(cache: KVCache) -> tuple[Tensor, Tensor | None]:
         tape = RouterTape()
-        plan = PagedPlan(cache, tables, lengths, slots)
+        plan = paged_plan(cache, tables, lengths, slots)
         logits = decoder.logits(decoder(tokens, lengths - 1, plan, tape=tape))
         return logits, tape.routes() if tape.used else None
 

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from contraflow.model.attention import PackedPlan, PagedPlan, attend
+from contraflow.model.attention import PackedPlan, attend
 from contraflow.model.cache import KVCache
 from contraflow.model.decoder import Decoder
 from contraflow.model.families import ModelConfig
+from contraflow.model.paged import PagedPlan
 from contraflow.model.sinks import Sight, sink_attention, sink_softmax
 
 D = 8

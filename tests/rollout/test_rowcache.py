@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contraflow.model.attention import PagedPlan
 from contraflow.model.cache import KVCache
 from contraflow.model.families import ModelConfig
+from contraflow.model.paged import PagedPlan
 from contraflow.model.sinks import Sight
 from contraflow.rollout.rowcache import RowCache, RowPlan
 
