@@ -34,6 +34,19 @@ class EngineError(ContraflowError):
     """An engine could not answer a request, such as a prompt longer than its context."""
 
 
+class ServerError(EngineError):
+    """A server that an engine relies on failed.
+
+    Attributes: `server` its address, `kind` how: "unreachable" (no connection, or it broke), "late" (silent beyond a
+    deadline), "refused" (it said no), "malformed" (an answer that cannot be), "stale" (it holds other weights).
+    """
+
+    def __init__(self, server: str, kind: str, text: str) -> None:
+        super().__init__(f"server {server} {kind}: {text}")
+        self.server = server
+        self.kind = kind
+
+
 class CarrierError(ContraflowError):
     """A weight version did not arrive whole: missing, torn, of another shape, or failing its proof."""
 

@@ -76,6 +76,8 @@ class System:
     def _engine_of(self, name: str) -> Engine:
         """The engine's settings for one of the workers, on the GPUs that are its own."""
         recipe, engine = self.recipe, self.recipe.engine
+        if engine.served:
+            return _with_servers(engine, int(name.rpartition("-")[2]), recipe.rollout.workers)
         if recipe.runtime.kind == "inline":
             return engine
         device = worker_setting(
@@ -90,6 +92,12 @@ class System:
         """The rollout worker that a process is a rank of, or the process itself."""
         name = process.rpartition("-")[0]
         return name if self.recipe.engine.parallel.ranks > 1 and name in self.rollouts else process
+
+
+def _with_servers(engine: Engine, worker: int, workers: int) -> Engine:
+    """Each worker updates the weights of its servers, so no two may share one."""
+    own = engine.server.urls[worker::workers]
+    return engine.model_copy(update={"server": engine.server.model_copy(update={"urls": own})})
 
 
 @asynccontextmanager
@@ -182,13 +190,15 @@ def check_proof(recipe: Recipe) -> None:
     train, engine, tolerance = recipe.train, recipe.engine, recipe.weights.probe_tolerance
     kinds = [first_gpu(section.device) is None for section in (train, engine)]
     unlike = ""
-    if train.parallel.pp > 1:
+    if engine.served:
+        unlike = f"engine.kind = {engine.kind!r}"
+    elif train.parallel.pp > 1:
         unlike = f"train.parallel.pp = {train.parallel.pp}"
     elif train.parallel.tp != engine.parallel.tp:
         unlike = f"engine.parallel.tp = {engine.parallel.tp} and train.parallel.tp = {train.parallel.tp}"
     elif kinds[0] != kinds[1]:
         unlike = f"engine.device = {engine.device!r} and train.device = {train.device!r}"
-    if unlike and engine.compute == "bfloat16" and engine.kind == "native" and tolerance < BF16_TOLERANCE:
+    if unlike and engine.compute == "bfloat16" and engine.kind != "scripted" and tolerance < BF16_TOLERANCE:
         raise ConfigError(
             f"weights.probe_tolerance = {tolerance} with engine.compute = 'bfloat16' and {unlike}: trainer and engine "
             f"round differently, so engines would refuse every version; set it to {BF16_TOLERANCE} or more, make the "

@@ -8,6 +8,7 @@ from contraflow.config.base import Compute, Section
 from contraflow.config.engine import Engine, Parallel
 from contraflow.config.reading import check_recipe, check_section, load_recipe, load_sft_recipe, recipe_toml
 from contraflow.config.recipe import Buffer, Env, Loss, Model, Recipe, Reward, Rollout, Run, Runtime, Train, Weights
+from contraflow.config.server import Server
 from contraflow.config.sft import NewModel, Sft, SftRecipe
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Run",
     "Runtime",
     "Section",
+    "Server",
     "Sft",
     "SftRecipe",
     "Train",

@@ -5,6 +5,9 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from contraflow.config.base import Compute, Count, Device, Seconds, Section
+from contraflow.config.server import Server
+
+SERVED = ("vllm", "sglang")  # kinds of engines that other programs run
 
 
 class Parallel(Section):
@@ -49,7 +52,9 @@ class Parallel(Section):
 class Engine(Section):
     """Where tokens come from."""
 
-    kind: Literal["native", "scripted"] = "native"  # scripted: answers without a model, to try a set-up
+    kind: Literal["native", "scripted", "vllm", "sglang"] = (
+        "native"  # scripted answers without a model; the last two are served, see docs/served.md
+    )
     context_tokens: Count = 256  # longest sequence, prompt included
     kv_tokens: Count = 65536  # KV-cache budget, over all sequences
     block_tokens: Count = 16  # tokens of one cache block
@@ -62,6 +67,28 @@ class Engine(Section):
     replace_every: Annotated[int, Field(ge=0)] = 0  # refreshes between placements of experts by load; 0: in order
     spare_experts: Annotated[int, Field(ge=0)] = 0  # slots of each rank for replicas of popular experts
     parallel: Parallel = Parallel()  # how each worker's model is spread; cache and sequences are those of a dp rank
+    server: Server = Server()  # of a served engine
+
+    @property
+    def served(self) -> bool:
+        """Whether other programs generate."""
+        return self.kind in SERVED
+
+    @model_validator(mode="after")
+    def _servers_decide(self) -> Self:
+        if not self.served and self.server != Server():
+            raise ValueError(
+                f"server is set, but engine.kind = {self.kind!r} has no server; use one of {', '.join(SERVED)}, or "
+                "leave engine.server out"
+            )
+        if not self.served:
+            return self
+        where = "the servers' own command line decides it (engine.server.arguments)"
+        theirs = {"parallel", "device", "kv_tokens", "block_tokens", "replace_every", "spare_experts"}
+        for key in sorted(theirs):
+            if getattr(self, key) != type(self).model_fields[key].get_default():
+                raise ValueError(f"{key} = {getattr(self, key)!r} with engine.kind = {self.kind!r}: {where}")
+        return self
 
     @model_validator(mode="after")
     def _ranks_can_generate(self) -> Self:

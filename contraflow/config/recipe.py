@@ -143,6 +143,23 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _servers_have_time_and_processes(self) -> Self:
+        if not self.engine.served:
+            return self
+        server, workers = self.engine.server, self.rollout.workers
+        if self.weights.refresh_deadline_s < server.start_deadline_s:
+            raise ValueError(
+                f"weights.refresh_deadline_s = {self.weights.refresh_deadline_s} is less than "
+                f"engine.server.start_deadline_s = {server.start_deadline_s}: a first refresh waits for its servers"
+            )
+        if server.urls and len(server.urls) % workers:
+            raise ValueError(
+                f"engine.server.urls has {len(server.urls)} servers for rollout.workers = {workers}: each worker needs "
+                "as many of its own"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _signal_needs_company(self) -> Self:
         if self.rollout.episodes == 1 and self.buffer.no_signal == "drop":
             raise ValueError(

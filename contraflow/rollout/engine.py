@@ -1,7 +1,8 @@
 """The generation seam: an engine turns requests into completions under one version of the weights at a time.
 
 Takes token ids, gives token ids with what training needs: log-probability and version of each, experts if asked.
-Knows no task, no reward and no algorithm. `native` and `scripted` stand behind it and share one contract suite.
+Knows no task, no reward and no algorithm. `native`, `scripted` and `served` stand behind it and
+share one contract suite.
 """
 
 import math
@@ -39,6 +40,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     imbalance: float = 0.0  # the same as it was before the last time
     promised: float = 0.0  # the same loads as experts have lain since
     forms: tuple[str, ...] = ()  # how tokens reach experts on other ranks: asked for, chosen, and why
+    faults: dict[str, int] = {}  # failures of servers, by kind; none where there are no servers
 
 
 class Engine(Protocol):

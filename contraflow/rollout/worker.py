@@ -226,7 +226,10 @@ def make_rollout_worker(  # noqa: PLR0913 - the sections of a recipe that are th
     )
     tokenizer = Tokenizer.load(Path(model_folder))
     carrier = open_carrier(weights, Path(run_folder))
-    opened, expected, pupil = _open_engine(engine, Path(model_folder), tokenizer, host, stepping, rendezvous)
+    if engine.served:
+        opened, expected, pupil = _open_served(engine, Path(model_folder), Path(run_folder), host)
+    else:
+        opened, expected, pupil = _open_engine(engine, Path(model_folder), tokenizer, host, stepping, rendezvous)
     refresher = Refresher(
         opened,
         carrier,
@@ -255,6 +258,15 @@ def make_rollout_rank(
     return make_rollout_worker(host, rendezvous=rendezvous, engine=engine, model_folder=model_folder, **rest)
 
 
+Opened = tuple[Engine, Expected | None, Pupil | None]  # what weights it can take; who answers when it is scripted
+
+
+def _open_served(section: config.Engine, folder: Path, run_folder: Path, host: Host) -> Opened:
+    from contraflow.rollout.serve import open_served
+
+    return *open_served(section, folder, run_folder, host), None
+
+
 def _open_engine(
     section: config.Engine,
     folder: Path,
@@ -262,8 +274,7 @@ def _open_engine(
     host: Host,
     stepping: Literal["thread", "inline"],
     rendezvous: Rendezvous | None,
-) -> tuple[Engine, Expected | None, Pupil | None]:
-    """The engine, what weights it can take, and the pupil that answers for it when it is scripted."""
+) -> Opened:
     if section.kind == "scripted":
         if section.routes:
             raise ConfigError("engine.routes = true needs engine.kind = 'native': the scripted engine has no experts")

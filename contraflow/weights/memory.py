@@ -44,7 +44,7 @@ class MemoryCarrier:
         """Lock the folder, which the kernel undoes however this process ends, and remove what killed runs left."""
         if self._claimed is not None:
             return
-        self._claimed = _own(self.folder)
+        self._claimed = own(self.folder)
         for left in self.folder.iterdir():
             left.unlink()
         sweep(self.folder.parent)
@@ -159,7 +159,7 @@ class _MemorySource:
         return found
 
 
-def _own(folder: Path) -> int:
+def own(folder: Path) -> int:
     """Make `folder` this process's own; the descriptor that holds the lock on it."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,44 @@
+"""Keeps one server's process: `python -m contraflow.rollout.keeper WORD...` starts it, and ends it with its own parent.
+
+Takes a command line, and a pipe as standard input that the parent holds open: when that closes, however the parent
+ended, the server and all that it started are stopped. Gives the server's exit status. Needs only the standard library.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+STOP_S = 10.0  # a server that takes longer to end is killed
+
+
+def main(words: list[str]) -> int:
+    """Run `words` until they end or standard input does."""
+    server = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which stops us in order
+    threading.Thread(target=_watch, args=(server,), daemon=True).start()
+    status = server.wait()
+    _end(server, signal.SIGKILL)  # what it started must not outlive it
+    return status if status >= 0 else 128 - status
+
+
+def _watch(server: "subprocess.Popen[bytes]") -> None:
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
+    _end(server, signal.SIGTERM)
+    try:
+        server.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        _end(server, signal.SIGKILL)
+
+
+def _end(server: "subprocess.Popen[bytes]", how: signal.Signals) -> None:
+    try:
+        os.killpg(server.pid, how)
+    except ProcessLookupError:
+        return  # all of it is gone already
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,78 @@
+"""Opens a served engine from a recipe's `engine` section: its dialect, and its servers, attached or to be started.
+
+Takes the section, the model and the run's folder; gives an engine that starts nothing before it is first used.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import contraflow
+from contraflow.config import Engine as EngineSection
+from contraflow.errors import ConfigError
+from contraflow.model.folder import read_config
+from contraflow.parallel.pieces import shapes
+from contraflow.rollout import vllm
+from contraflow.rollout.fleet import Server
+from contraflow.rollout.served import ServedEngine
+from contraflow.rollout.servers import Attached, Started
+from contraflow.runtime.base import Host
+from contraflow.weights.manifest import Expected
+
+if TYPE_CHECKING:
+    from contraflow.rollout.http import HttpClient
+
+PACKAGE = Path(contraflow.__file__).parent.parent  # where a server's Python finds the worker extension
+
+
+def open_served(section: EngineSection, folder: Path, run_folder: Path, host: Host) -> tuple[ServedEngine, Expected]:
+    """The engine of a worker, and what weights it can take. Raises: ConfigError, ModelError."""
+    config = read_config(folder)
+    logs = run_folder / "servers"
+    servers = open_servers(section, folder, lambda index: logs / f"{host.name}-{index}.log")
+    engine = ServedEngine(servers, section, config, folder, clock=host.clock, on_broken=host.give_up)
+    return engine, Expected(config.digest(), shapes(config))
+
+
+def open_servers(
+    section: EngineSection, folder: Path, log: Callable[[int], Path], environment: Mapping[str, str] = os.environ
+) -> list[Server]:
+    """The servers a section asks for; `log` says where each started one prints. Raises: ConfigError."""
+    server, key = section.server, key_of(section, environment)
+    if section.kind != "vllm":
+        raise ConfigError(f"engine.kind = {section.kind!r}: servers of this kind are not known")
+    found = []
+    for url in server.urls:
+        client = _client(url, key, server.request_deadline_s)
+        found.append(Server(vllm.Vllm(client), Attached(url, deadline_s=server.start_deadline_s)))
+    for index in range(0 if server.urls else server.count):
+        # A socket in a folder that only this user can enter: the weights' endpoints ask for no key.
+        socket = Path(tempfile.mkdtemp(prefix="contraflow-")) / "socket"
+        client = _client(f"unix:{socket}", key, server.request_deadline_s)
+        process = Started(
+            client.url,
+            vllm.command(section, folder, socket),
+            vllm.environment(environment, PACKAGE, key),
+            log(index),
+            deadline_s=server.start_deadline_s,
+        )
+        found.append(Server(vllm.Vllm(client), process))
+    return found
+
+
+def _client(url: str, key: str, deadline_s: float) -> "HttpClient":
+    try:
+        from contraflow.rollout.http import HttpClient
+    except ModuleNotFoundError as fault:
+        raise ConfigError(f"served engines need the package {fault.name!r}: pip install 'contraflow[served]'") from None
+    return HttpClient(url, key=key, deadline_s=deadline_s)
+
+
+def key_of(section: EngineSection, environment: Mapping[str, str]) -> str:
+    """The servers' key, from the variable that the section names; empty if it names none. Raises: ConfigError."""
+    name = section.server.key_env
+    if name and not environment.get(name):
+        raise ConfigError(f"engine.server.key_env = {name!r}: there is no such environment variable, or it is empty")
+    return environment[name] if name else ""

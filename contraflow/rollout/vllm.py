@@ -1,0 +1,220 @@
+"""vLLM's HTTP API as a dialect: token ids in, token ids and log-probabilities out, weights reloaded from a folder.
+
+Speaks `/inference/v1/generate` and the endpoints of its development mode (`/pause`, `/resume`, `/collective_rpc`); the
+worker extension of `vllm_extension.py` does the loading. Also the command line that starts such a server. Which
+versions: `TESTED`, with what was seen in docs/served.md.
+"""
+
+import base64
+import binascii
+import io
+import math
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from contraflow.config import Engine as EngineSection
+from contraflow.errors import ConfigError, ServerError
+from contraflow.rollout.dialect import Chunk, Piece
+from contraflow.types import Float32, Int32, Routes, StopReason
+
+if TYPE_CHECKING:
+    from contraflow.rollout.http import HttpClient
+
+TESTED = ((0, 24), (0, 32))  # the oldest and newest minor version that the contract suite has run against
+EXTENSION = "contraflow.rollout.vllm_extension.Extension"
+MODEL = "policy"  # what a server that we start calls its model
+_STOPS = {"stop": StopReason.STOP, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
+
+T = TypeVar("T")
+
+
+class Vllm:
+    """A `Dialect`."""
+
+    def __init__(self, client: "HttpClient") -> None:
+        self._client = client
+
+    @property
+    def url(self) -> str:
+        return self._client.url
+
+    async def alive(self) -> None:
+        """See `Dialect`. Its health is that of the process that computes, too."""
+        await self._client.get("/health")
+
+    async def check(self, section: EngineSection) -> str:
+        """See `Dialect`."""
+        said = await self._client.get("/version")
+        version = self._read("/version", lambda: str(said["version"]))
+        refuse_untested(self.url, version)
+        models = await self._client.get("/v1/models")
+        context = self._read("/v1/models", lambda: int(models["data"][0]["max_model_len"]))
+        if context < section.context_tokens:
+            raise ConfigError(
+                f"server {self.url} takes sequences of {context} tokens, engine.context_tokens = "
+                f"{section.context_tokens}; start it with --max-model-len {section.context_tokens}"
+            )
+        await self._ask_to_start_otherwise("contraflow_stamp")
+        return f"vLLM {version}"
+
+    async def generate(self, piece: Piece) -> AsyncGenerator[Chunk, None]:
+        """See `Dialect`."""
+        body = {
+            "request_id": piece.id,
+            "token_ids": piece.prompt.tolist(),
+            "sampling_params": _sampling(piece),
+            "cache_salt": piece.salt,
+            "stream": True,
+        }
+        async with aclosing(self._client.stream("/inference/v1/generate", body)) as events:
+            async for event in events:
+                if "error" in event:
+                    raise ServerError(self.url, "failed", f"request {piece.id!r}: {event['error']}")
+                for choice in self._read("generate", lambda event=event: list(event["choices"])):  # type: ignore[misc]
+                    yield self._read("generate", lambda choice=choice: _chunk(choice))  # type: ignore[misc]
+
+    async def score(self, prompts: Sequence[Int32], salt: str) -> tuple[Float32, ...]:
+        """See `Dialect`. vLLM looks nothing up in its cache for a prompt whose log-probabilities are asked for."""
+        rows = []
+        for row, prompt in enumerate(prompts):
+            body = {
+                "token_ids": prompt.tolist(),
+                "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False},
+                "cache_salt": f"{salt} {row}",
+            }
+            answer = await self._client.post("/inference/v1/generate", body)
+            rows.append(self._read("prompt_logprobs", lambda a=answer, p=prompt: _scores(a, p)))  # type: ignore[misc]
+        return tuple(rows)
+
+    async def pause(self) -> None:
+        """See `Dialect`."""
+        await self._client.post("/pause", query={"mode": "abort", "clear_cache": "false"})
+
+    async def load(self, folder: Path, stamp: str) -> None:
+        """See `Dialect`."""
+        loaded = await self._everywhere("contraflow_load", [str(folder), stamp])
+        if any(worker.get("stamp") != stamp for worker in loaded):
+            raise ServerError(self.url, "malformed", f"its workers answer {loaded} to being given version {stamp}")
+
+    async def resume(self) -> None:
+        """See `Dialect`."""
+        await self._client.post("/resume")
+
+    async def stamp(self) -> str:
+        """See `Dialect`. Workers that differ give both."""
+        return " and ".join(sorted({str(worker["stamp"]) for worker in await self._everywhere("contraflow_stamp", [])}))
+
+    async def _everywhere(self, method: str, arguments: list[str]) -> list[dict[str, Any]]:
+        """What every worker process answers to a method of the extension."""
+        answer = await self._client.post("/collective_rpc", {"method": method, "args": arguments})
+        workers = self._read("/collective_rpc", lambda: list(answer["results"]))
+        if not workers or not all(isinstance(worker, dict) and "stamp" in worker for worker in workers):
+            raise ServerError(self.url, "malformed", f"{method} gave {workers}")
+        return workers
+
+    async def _ask_to_start_otherwise(self, method: str) -> None:
+        try:
+            await self._everywhere(method, [])
+        except ServerError as fault:
+            if fault.kind not in ("refused", "failed"):
+                raise
+            raise ConfigError(
+                f"server {self.url} cannot take new weights ({fault}); start it with VLLM_SERVER_DEV_MODE=1 in its "
+                f"environment, contraflow on its PYTHONPATH, and --tokens-only --worker-extension-cls {EXTENSION}"
+            ) from fault
+
+    def _read(self, what: str, parse: Callable[[], T]) -> T:
+        try:
+            return parse()
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, binascii.Error) as fault:
+            raise ServerError(self.url, "malformed", f"{what}: {type(fault).__name__} {fault}") from None
+
+
+def refuse_untested(url: str, version: str) -> None:
+    """Raise ConfigError unless `version` ("0.32.0", "0.24.1.dev3+cu130") lies within `TESTED`."""
+    parts = version.split(".")
+    minor = (int(parts[0]), int(parts[1])) if len(parts) > 1 and parts[0].isdigit() and parts[1].isdigit() else None
+    if minor is None or not TESTED[0] <= minor <= TESTED[1]:
+        span = " to ".join(".".join(map(str, bound)) for bound in TESTED)
+        raise ConfigError(
+            f"server {url} is vLLM {version}; {span} were tested, and others may reload weights wrongly or name things "
+            "otherwise: install one of those"
+        )
+
+
+def command(section: EngineSection, model: Path, socket: Path) -> list[str]:
+    """The words that start a server of `model` listening at `socket`, as `section` wants it."""
+    words = [section.server.python, "-m", "vllm.entrypoints.openai.api_server"]
+    settings = {
+        "--model": str(model),
+        "--served-model-name": MODEL,
+        "--uds": str(socket),
+        "--max-model-len": str(section.context_tokens),
+        "--max-num-seqs": str(section.max_sequences),
+        "--max-num-batched-tokens": str(max(section.prefill_tokens, section.context_tokens, section.max_sequences)),
+        "--dtype": section.compute,
+        "--generation-config": "vllm",
+        "--logprobs-mode": "processed_logprobs",
+        "--worker-extension-cls": EXTENSION,
+    }
+    words += [word for pair in settings.items() for word in pair]
+    words += ["--tokens-only", *(["--enable-return-routed-experts"] if section.routes else [])]
+    return [*words, *section.server.arguments]
+
+
+def environment(given: Mapping[str, str], package: Path, key: str) -> dict[str, str]:
+    """The environment of such a server: `given`, what it needs to find the extension in `package`, and its key."""
+    path = ":".join(filter(None, [str(package), given.get("PYTHONPATH", "")]))
+    ours = {"PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    return {**given, **ours, **({"VLLM_API_KEY": key} if key else {})}
+
+
+def _sampling(piece: Piece) -> dict[str, Any]:
+    """Every setting that bends a distribution said aloud: a server's own defaults must not."""
+    return {
+        "temperature": piece.temperature,
+        "seed": piece.seed,
+        "max_tokens": piece.max_new_tokens,
+        "stop_token_ids": list(piece.stop_tokens),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "skip_special_tokens": False,
+        "detokenize": False,
+    }
+
+
+def _chunk(choice: Mapping[str, Any]) -> Chunk:
+    tokens = [int(token) for token in choice["token_ids"] or ()]
+    content = (choice.get("logprobs") or {}).get("content") or ()
+    reason, routed = choice.get("finish_reason"), choice.get("routed_experts")
+    return Chunk(
+        tokens=tokens,
+        logprobs=[float(entry["logprob"]) for entry in content],
+        stop=None if reason is None else _STOPS[reason],
+        routes=None if routed is None else _routes(routed),
+    )
+
+
+def _routes(text: str) -> Routes:
+    found: Routes = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    if found.ndim != 3 or found.dtype not in (np.uint8, np.uint16, np.int32):
+        raise ValueError(f"routes of shape {found.shape} and type {found.dtype}")
+    return found if found.dtype in (np.uint8, np.uint16) else found.astype(np.uint16)
+
+
+def _scores(answer: Mapping[str, Any], prompt: Int32) -> Float32:
+    rows = answer["prompt_logprobs"]
+    if len(rows) != len(prompt):
+        raise ValueError(f"{len(rows)} entries for {len(prompt)} tokens")
+    values = [rows[place][str(token)]["logprob"] for place, token in enumerate(prompt.tolist()) if place]
+    return np.array([value if value is not None else math.nan for value in values], np.float32)
