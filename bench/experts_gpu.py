@@ -134,9 +134,14 @@ def measured(batch: Case, repeats: int) -> dict[str, Any]:
     def plainly_added(_: int) -> Tensor:
         return ops.rms_norm(x_TD + x_TD, norm_D, 1e-5)
 
+    def routed(at: int) -> Tensor:
+        return layers[at].router(x_TD, None)[1]
+
+    def plainly_routed(at: int) -> Tensor:
+        logits_TE = functional.linear(x_TD.float(), layers[at].router.weight)
+        return logits_TE.softmax(-1).topk(batch.ids[0].shape[1])[0]
+
     cut = kernels.form(batch.ids[0].numel(), count)
-    logits_TE = functional.linear(x_TD.float(), layers[0].router.weight)
-    top_k, again = batch.ids[0].shape[1], layers[0].router.renormalise
     wanted = plain(0)
     spent = {
         "floor": 3 * used * dim * ffn * x_TD.element_size() / BYTES_S * 1e6,
@@ -144,9 +149,8 @@ def measured(batch: Case, repeats: int) -> dict[str, Any]:
         "plain": timed(plain, len(layers), repeats),
         **{f"{part}": value for part, value in parts(batch, cut, repeats).items()},
         "align": timed(lambda at: kernels.align(batch.ids[at], count, cut.rows), len(layers), repeats),
-        "logits": timed(lambda at: functional.linear(x_TD.float(), layers[at].router.weight), len(layers), repeats),
-        "route": timed(lambda _: kernels_tokens.route(logits_TE, top_k, renormalise=again), 8, repeats),
-        "plain_route": timed(lambda _: logits_TE.softmax(-1).topk(top_k), 8, repeats),
+        "route": timed(routed, len(layers), repeats),
+        "plain_route": timed(plainly_routed, len(layers), repeats),
         "norm": timed(lambda _: kernels_tokens.add_norm(x_TD, x_TD, norm_D, 1e-5), 8, repeats),
         "plain_norm": timed(plainly_added, 8, repeats),
     }

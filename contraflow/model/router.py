@@ -100,14 +100,9 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor, tape: Tape | None) -> tuple[Tensor, Tensor]:
         """`[T, D]` -> expert ids int64 `[T, K]`, best first, and their weights fp32 `[T, K]`."""
+        if kernels_serve(x_TD) and self.bias is None and (tape is None or tape.chosen() is None):
+            return self._routed(x_TD, tape)
         logits_TE = linear(cast(x_TD, torch.float32), self.weight, self.bias)
-        if kernels_serve(x_TD) and (tape is None or tape.chosen() is None):
-            from contraflow.model import kernels_tokens
-
-            ids_TK, weights_TK = kernels_tokens.route(logits_TE, self.top_k, renormalise=self.renormalise)
-            if tape is not None:
-                tape.record(ids_TK, logits_TE)
-            return ids_TK, weights_TK
         scores_TE = logits_TE if self.renormalise else logits_TE.softmax(-1)
         if tape is None:
             weights_TK, ids_TK = scores_TE.topk(self.top_k)
@@ -118,3 +113,11 @@ class Router(nn.Module):
             tape.record(ids_TK, logits_TE)
         # A softmax over the chosen is the renormalised softmax over all.
         return ids_TK, weights_TK.softmax(-1) if self.renormalise else weights_TK
+
+    def _routed(self, x_TD: Tensor, tape: Tape | None) -> tuple[Tensor, Tensor]:
+        from contraflow.model import kernels_tokens
+
+        routed = kernels_tokens.route(x_TD, self.weight, self.top_k, renormalise=self.renormalise)
+        if tape is not None:
+            tape.record(routed.ids_TK, routed.logits_TE)
+        return routed.ids_TK, routed.weights_TK

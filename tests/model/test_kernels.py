@@ -107,11 +107,26 @@ def test_blocks_grow_with_the_mean_expert() -> None:
     assert rows[-1] == kernels_experts.MANY.rows
 
 
+@pytest.mark.parametrize(
+    ("tokens", "experts", "dim"), [(0, 8, 16), (1, 1, 1), (5, 60, 300), (17, 128, 512), (33, 3, 33)]
+)
+def test_logits_are_fp32_s(tokens: int, experts: int, dim: int) -> None:
+    x_TD, weight_ED = drawn(6, tokens, dim), drawn(7, experts, dim, dtype=torch.float32)
+    logits_TE = kernels_tokens.logit_parts(x_TD, weight_ED).sum(0)
+    assert logits_TE.dtype == torch.float32
+    error = (logits_TE - x_TD.double() @ weight_ED.double().T).abs()
+    bound = x_TD.double().abs() @ weight_ED.double().abs().T  # what rounding errors are a share of
+    assert bool((error <= 2e-6 * bound).all())
+
+
 @pytest.mark.parametrize("renormalise", [True, False])
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(0, 8, 2), (1, 1, 1), (5, 60, 8), (17, 128, 8), (3, 6, 6)])
-def test_routes_are_the_top_of_a_softmax(tokens: int, experts: int, top_k: int, renormalise: bool) -> None:
-    logits_TE = drawn(6, tokens, experts, scale=3.0, dtype=torch.float32)
-    ids_TK, weights_TK = kernels_tokens.route(logits_TE, top_k, renormalise=renormalise)
+@pytest.mark.parametrize(
+    ("parts", "tokens", "experts", "top_k"), [(1, 0, 8, 2), (2, 1, 1, 1), (8, 5, 60, 8), (3, 9, 6, 6)]
+)
+def test_routes_are_the_top_of_a_softmax(parts: int, tokens: int, experts: int, top_k: int, renormalise: bool) -> None:
+    parts_STE = drawn(6, parts, tokens, experts, dtype=torch.float32)
+    ids_TK, weights_TK, logits_TE = kernels_tokens.choose(parts_STE, top_k, renormalise=renormalise)
+    torch.testing.assert_close(logits_TE, parts_STE.sum(0))
     top_TK, wanted_TK = logits_TE.double().softmax(-1).topk(top_k)
     assert (ids_TK.dtype, weights_TK.dtype) == (torch.int64, torch.float32)
     assert torch.equal(ids_TK, wanted_TK)
@@ -122,8 +137,7 @@ def test_routes_are_the_top_of_a_softmax(tokens: int, experts: int, top_k: int, 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_equal_logits_go_to_the_lower_id_and_broken_ones_to_different_experts_that_exist() -> None:
     odd = torch.tensor([[0.0] * 5, [float("nan")] * 5, [float("-inf")] * 5, [1, 3, float("nan"), 2, 3]], device=DEVICE)
-    ids_TK, _ = kernels_tokens.route(odd, 3, renormalise=True)
-    assert ids_TK.tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, 2], [2, 1, 4]]
+    assert kernels_tokens.choose(odd[None], 3, renormalise=True).ids_TK.tolist() == [[0, 1, 2]] * 3 + [[2, 1, 4]]
 
 
 @pytest.mark.parametrize(("tokens", "dim"), [(0, 16), (1, 1), (3, 33), (9, 256)])
