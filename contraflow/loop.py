@@ -16,6 +16,7 @@ weights from a carrier; the loop moves ids. buffer/window.py decides which group
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -219,13 +220,29 @@ class Loop:
 
     async def _train(self, take: Take) -> StepReport:
         deadline_s = self.recipe.train.step_deadline_s
+        if self.recipe.engine.offload != "none":
+            await asyncio.gather(*(self._rest(name) for name in self.system.rollouts))
         report = (await self.system.trainer.call(deadline_s, Trainer.step, take))[0]
+        if self.recipe.engine.offload != "none":
+            await asyncio.gather(*(self._wake(name) for name in self.system.rollouts))
         assert report is not None, "rank 0 answers for all"
         await self.system.buffer.call(CALL_S, Buffer.trained, take.step, report.manifest.version)
         self._count(report)
         self._record("step", **{k: v for k, v in msgspec.structs.asdict(report).items() if k != "manifest"})
         await self._note(newest=report.manifest)
         return report
+
+    async def _rest(self, name: str) -> None:
+        with suppress(WorkerDied):  # `mourn` hears of it
+            began = self.clock()
+            freed = await self.system.rollouts[name].call(self.recipe.run.stall_s, RolloutWorker.rest)
+            self._record("rest", worker=name, bytes=freed, seconds=round(self.clock() - began, 4))
+
+    async def _wake(self, name: str) -> None:
+        with suppress(WorkerDied):
+            began = self.clock()
+            await self.system.rollouts[name].call(self.recipe.run.stall_s, RolloutWorker.wake)
+            self._record("wake", worker=name, seconds=round(self.clock() - began, 4))
 
     async def _save(self, step: int) -> int:
         cut = (await self.system.trainer.call(self.recipe.run.stall_s, Trainer.save, step))[0]

@@ -124,6 +124,31 @@ def test_max_age_zero_is_the_synchronous_trainer(tiny_moe: Path, tmp_path: Path)
     assert [(step["age_mean"], step["age_max"]) for step in steps_of(tmp_path)] == [(0.0, 0)] * 4
 
 
+@pytest.mark.parametrize("max_age", [0, 2])
+def test_pools_that_take_turns_on_one_device_give_the_same_run(tiny_moe: Path, tmp_path: Path, max_age: int) -> None:
+    native = {"kind": "native", "context_tokens": 32, "kv_tokens": 2048, "max_sequences": 32}
+    for name, keep in (("apart", "none"), ("turns", "all")):
+        recipe = recipe_of(
+            tiny_moe,
+            engine={**native, "offload": keep},
+            train={"offload": keep},
+            buffer={"max_age": max_age},
+            run={"steps": 3, "eval_every": 2, "eval_tasks": 8},
+        )
+        run(recipe, tmp_path / name)
+    apart, turns = (latest(tmp_path / name / "checkpoints") for name in ("apart", "turns"))
+    assert apart is not None
+    assert turns is not None
+    records = read_journal(tmp_path / "turns/metrics.jsonl")
+    assert [record["kind"] for record in records if record["kind"] in ("rest", "step", "wake")] == [
+        "rest", "wake", "step",
+    ] * 3  # fmt: skip
+    assert all(record["bytes"] > 100_000 for record in records if record["kind"] == "rest")
+    if max_age == 0:  # with nothing in flight the turns change no order, and so not a bit
+        assert (apart / "files.json").read_bytes() == (turns / "files.json").read_bytes()
+    assert accounts(tmp_path / "turns").trained == 3 * 4
+
+
 @pytest.mark.parametrize("expiry", ["hold", "mask", "repose"])
 def test_no_policy_trains_a_token_that_is_too_old(tiny_moe: Path, tmp_path: Path, expiry: str) -> None:
     recipe = recipe_of(tiny_moe, buffer={"expiry": expiry, "max_age": 1}, rollout={"concurrency": 3})

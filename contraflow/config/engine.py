@@ -66,6 +66,7 @@ class Engine(Section):
     compute: Compute = "float32"  # of the forward pass; bfloat16 keeps weights so, but for router and head
     replace_every: Annotated[int, Field(ge=0)] = 0  # refreshes between placements of experts by load; 0: in order
     spare_experts: Annotated[int, Field(ge=0)] = 0  # slots of each rank for replicas of popular experts
+    offload: Literal["none", "all"] = "none"  # to the host while the trainer steps: weights and KV cache; native only
     parallel: Parallel = Parallel()  # how each worker's model is spread; cache and sequences are those of a dp rank
     server: Server = Server()  # of a served engine
 
@@ -100,6 +101,15 @@ class Engine(Section):
         if self.kind == "scripted" and self.parallel.ranks > 1:
             raise ValueError(
                 f"engine.parallel has {self.parallel.ranks} ranks, but engine.kind = 'scripted' has no model to spread"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_one_rank_rests(self) -> Self:
+        if self.offload != "none" and (self.kind != "native" or self.parallel.ranks > 1):
+            raise ValueError(
+                f"offload = {self.offload!r} with kind = {self.kind!r} and {self.parallel.ranks} ranks: only a native"
+                " engine of one rank gives its memory away; set offload = 'none'"
             )
         return self
 

@@ -92,6 +92,7 @@ class Train(Section):
     device: Device = "cpu"  # cpu, cuda or cuda:N: rank r takes GPU N + r
     compute: Compute = "float32"  # of forward and backward pass; weights, router, head and optimizer stay float32
     compile: Literal["none", "blocks"] = "none"  # blocks: what lies between matmuls; pays on a GPU with many tokens
+    offload: Literal["none", "optimizer", "all"] = "none"  # to the host between steps: its moments, or weights too
     checkpoint_every: Count = 20  # steps between cuts
     keep_checkpoints: Count = 2  # older ones are removed
     step_deadline_s: Seconds = 120.0  # a step that takes longer ends the run

@@ -52,6 +52,11 @@ class BlockPool:
         """Blocks that `allocate` could give now."""
         return len(self._free) + len(self._idle)
 
+    @property
+    def held(self) -> list[int]:
+        """Blocks that somebody holds, in order."""
+        return [block for block, references in enumerate(self._references) if references]
+
     def references(self, block: int) -> int:
         return self._references[block]
 

@@ -18,6 +18,7 @@ from contraflow.model.families import ModelConfig
 from contraflow.rollout.engine import EngineReport, check_request, spans_of
 from contraflow.rollout.passes import Passes
 from contraflow.rollout.peers import Alone, Peers
+from contraflow.rollout.rest import Rest
 from contraflow.rollout.schedule import Scheduler, Sequence
 from contraflow.rollout.swap import LiveWeights
 from contraflow.telemetry import Account, Clock
@@ -74,6 +75,7 @@ class EngineCore:
         self.slots = slots
         self._weights = LiveWeights(decoder, None if slots is None else slots.tables)
         self._vocab = decoder.config.vocab
+        self._rest = Rest(self._passes, self._pool, self._weights)
         self._sequences: dict[str, Sequence] = {}
         self._outcomes: list[Outcome] = []
         self._arrivals = self._steps = self._tokens = self._fed_tokens = self._swaps = 0
@@ -91,8 +93,8 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        """Whether a step has anything to do."""
-        return bool(self._sequences)
+        """Whether a step has anything to do, and may."""
+        return bool(self._sequences) and not self._rest.resting
 
     @property
     def patience_s(self) -> float | None:
@@ -193,6 +195,19 @@ class EngineCore:
             self._longest_stall_s = max(self._longest_stall_s, stall)
         self._swaps += 1
         return stall
+
+    def rest(self) -> int:
+        """Give weights and cache away, requests kept; no step runs before `wake`. Gives the bytes freed on the device.
+
+        Only of an engine of one rank.
+        """
+        with self.account.charge("offload"):
+            return self._rest.begin()
+
+    def wake(self) -> None:
+        """Go on where `rest` began."""
+        with self.account.charge("reload"):
+            self._rest.end()
 
     def report(self) -> EngineReport:
         """Counters and accounts; any thread may call it, each number is right by itself."""

@@ -116,4 +116,29 @@ class NativeEngine(CoreEngine):
         stepping: Literal["thread", "inline"] = "thread",
         version: Version | None = None,
     ) -> None:
-        super().__init__(EngineCore(decoder, section, clock=clock, version=version), stepping)
+        core = EngineCore(decoder, section, clock=clock, version=version)
+        super().__init__(core, stepping)
+        self._parts = core
+        self._awake = asyncio.Event()
+        self._awake.set()
+
+    async def swap(self, version: Version, tensors: Mapping[str, Tensor], probe: Probe) -> float:
+        """See `Engine`. Of an engine at rest: when it has been woken."""
+        await self._awake.wait()
+        return await super().swap(version, tensors, probe)
+
+    async def rest(self) -> int:
+        """Give the device's memory away between two steps, cache and weights, until `wake`; gives the bytes freed.
+
+        Requests in flight wait, and go on then. Raises: EngineError if the engine is closed.
+        """
+        self._refuse_if_closed()
+        self._awake.clear()
+        return await self._stepper.ask(self._parts.rest)
+
+    async def wake(self) -> None:
+        """Take the memory again and go on. Raises: EngineError if the engine is closed; what torch raises for want of
+        memory, and it rests on."""
+        self._refuse_if_closed()
+        await self._stepper.ask(self._parts.wake)
+        self._awake.set()

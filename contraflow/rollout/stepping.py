@@ -177,7 +177,7 @@ class InlineStepper:
 
     async def _run(self) -> None:
         while True:
-            if not self._work.busy:
+            while not self._work.busy:
                 self._wake = asyncio.get_running_loop().create_future()
                 await self._wake
             _step(self._work)

@@ -1,6 +1,7 @@
 """New weights into a live decoder: checked, copied in place, proven, or rolled back.
 
-Takes tensors by name and a probe. The storage of the weights never moves. Knows nothing of requests or the KV cache.
+Takes tensors by name and a probe. The storage of the weights moves only when `rest` has given it away. Knows nothing
+of requests or the KV cache.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ class LiveWeights:
         self._decoder = decoder
         self.live: dict[str, Tensor] = {**decoder.state_dict(), **(tables or {})}  # aliases of storage in use
         self._loaded: Mapping[str, Tensor] | None = None
+        self._sizes: list[tuple[torch.UntypedStorage, int]] = []  # while resting
 
     def load(self, tensors: Mapping[str, Tensor], probe: Probe, consent: Callable[[CarrierError | None], None]) -> None:
         """Make the decoder compute with `tensors`, and prove it. Collective over the ranks that share the model.
@@ -43,6 +45,23 @@ class LiveWeights:
             self._copy(previous)
             raise
         self._loaded = tensors
+
+    def rest(self) -> int:
+        """Free the weights' memory until `wake`; gives the bytes freed. Nothing may compute meanwhile."""
+        if self._loaded is None:  # only once, as in `load`
+            self._loaded = {name: tensor.to("cpu", copy=True) for name, tensor in self.live.items()}
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in self.live.values()}
+        self._sizes = [(storage, storage.nbytes()) for storage in storages.values()]
+        for storage, _ in self._sizes:
+            storage.resize_(0)
+        return sum(nbytes for _, nbytes in self._sizes)
+
+    def wake(self) -> None:
+        """Take memory again, elsewhere, and load what was there before `rest`."""
+        for storage, nbytes in self._sizes:
+            storage.resize_(nbytes)
+        assert self._loaded is not None
+        self._copy(self._loaded)
 
     def _check(self, tensors: Mapping[str, Tensor]) -> None:
         missing, surplus = self.live.keys() - tensors.keys(), tensors.keys() - self.live.keys()

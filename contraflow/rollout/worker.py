@@ -36,9 +36,10 @@ from contraflow.weights.manifest import Expected, expect
 
 _BUFFER_S = 30.0  # deadline of a call to the buffer, which answers at once unless its disk is stuck
 _MOST_BARREN = 64  # groups in a row without one whole episode; then something is broken for good, and says so
-_CAUSES = ("refresh", "evaluate", "play")  # what the worker is charged for when it does several; else "idle"
+_CAUSES = ("rest", "refresh", "evaluate", "play")  # what the worker is charged for when it does several; else "idle"
 
 if TYPE_CHECKING:
+    from contraflow.rollout.native import NativeEngine
     from contraflow.rollout.rank import EngineRank
 
 
@@ -111,6 +112,16 @@ class RolloutWorker:
         with self._doing("refresh"):
             return await self._refresher.refresh(manifest)
 
+    async def rest(self) -> int:
+        """Leave the device to the trainer until `wake`; gives the bytes freed. What is asked meanwhile waits."""
+        with self._doing("rest"):
+            return await self._native.rest()
+
+    async def wake(self) -> None:
+        """Go on."""
+        with self._doing("rest"):
+            await self._native.wake()
+
     async def report(self) -> RolloutReport:
         """Counters, accounts and what is being done, at any time."""
         doing = ", ".join(f"{cause} {self._active[cause]}" for cause in _CAUSES if self._active[cause])
@@ -128,6 +139,15 @@ class RolloutWorker:
         await self._stage.engine.close()
         self._refresher.close()
         self._stage.guard.close()
+
+    @property
+    def _native(self) -> "NativeEngine":
+        from contraflow.rollout.native import NativeEngine
+
+        engine = self._stage.engine
+        if not isinstance(engine, NativeEngine):
+            raise EngineError(f"{type(engine).__name__} cannot give its memory away; set engine.offload = 'none'")
+        return engine
 
     def _serving(self) -> Version:
         version = self._stage.engine.version

@@ -7,7 +7,8 @@ synchronous and runs in one thread. Does not fetch groups or answer calls: that 
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from contraflow import config
 from contraflow.algo.drift import age_report
 from contraflow.model.folder import read_config
 from contraflow.model.tokenizer import Tokenizer
+from contraflow.parallel.data import at_rest, local
 from contraflow.parallel.devices import DTYPES, device_of
+from contraflow.parallel.loan import Loan
 from contraflow.parallel.mesh import Mesh
 from contraflow.parallel.spread import Spread, load_spread
 from contraflow.telemetry import Account, Journal
@@ -100,6 +103,8 @@ class Learner:
             tokens=weights.probe_tokens,
             seed=place.seed % 2**63,
         )
+        self._loan = Loan(lambda: _lent(train.offload, self._spread, self.optimizer))
+        self.moved_bytes = 0  # to the host and back, since the run began
         self._publisher = self._journal = None
         if self._crew.team.first:
             self._publisher = Publisher(open_carrier(weights, self._run), keep=KEPT_VERSIONS)
@@ -111,17 +116,17 @@ class Learner:
         A step that could not be applied publishes the weights of before. Raises TrainingError when `groups` are not
         those of the take or a bad batch cannot be written aside, CarrierError or BlobError when publishing fails.
         """
-        with self._crew.team.together(f"step {take.step}"):
+        with self._crew.team.together(f"step {take.step}"), self._at_hand():
             return self._learn(take, groups)
 
     def publish(self, n: int) -> Manifest | None:
         """Publish the weights as they are, as version `n` of this line; its manifest on rank 0."""
-        with self._crew.team.together(f"publishing version {n}"):
+        with self._crew.team.together(f"publishing version {n}"), self._at_hand():
             return self._publish(n)
 
     def save(self, step: int) -> Path:
         """A cut of the state before step `step`; gives its folder. Raises CheckpointError."""
-        with self._crew.team.together(f"saving before step {step}"):
+        with self._crew.team.together(f"saving before step {step}"), self._at_hand():
             return self._save(step)
 
     def close(self) -> None:
@@ -130,6 +135,18 @@ class Learner:
             self._journal.close()
         if self._publisher is not None:
             self._publisher.close()
+
+    @contextmanager
+    def _at_hand(self) -> Iterator[None]:
+        """What `train.offload` keeps on the host is on the device inside, and goes back to the host behind it."""
+        if self._train.offload == "none":
+            yield
+            return
+        with self.account.charge("reload"):
+            self.moved_bytes += self._loan.take_back()
+        yield  # what fails inside leaves it on the device: whoever looks at the failure finds the state whole
+        with self.account.charge("offload"):
+            self.moved_bytes += self._loan.lend()
 
     def _learn(self, take: Take, groups: Sequence[Group]) -> StepReport | None:
         before = self.account.seconds()
@@ -208,7 +225,7 @@ class Learner:
 
 def recipe_digest(train: config.Train, loss: config.Loss, temperature: float) -> str:
     """Of the settings that decide the training arithmetic; how often to save, where and on how many ranks do not."""
-    incidental = {"checkpoint_every", "keep_checkpoints", "step_deadline_s", "parallel", "device"}
+    incidental = {"offload", "checkpoint_every", "keep_checkpoints", "step_deadline_s", "parallel", "device"}
     text = f"{train.model_dump_json(exclude=incidental)}{loss.model_dump_json()}{temperature!r}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -223,6 +240,15 @@ def _open(place: Place, train: config.Train, mesh: Mesh | None) -> tuple[Spread,
     optimizer = Optimizer(loaded.spread.decoder, train, loaded.spread)
     optimizer.load(loaded.moments, loaded.cut.updates)
     return loaded.spread, optimizer
+
+
+def _lent(offload: str, spread: Spread, optimizer: Optimizer) -> list[torch.Tensor]:
+    """What goes to the host between steps, on this rank."""
+    moments = [moment for moment in optimizer.moments().values() if moment.ndim]
+    if offload != "all":
+        return moments
+    at_rest(spread.decoder)
+    return moments + [local(weight) for weight in spread.decoder.parameters()]
 
 
 def _where(train: config.Train) -> dict[str, Any]:

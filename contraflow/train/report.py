@@ -54,4 +54,5 @@ class TrainReport(msgspec.Struct, frozen=True):
     steps: int  # done by this process
     refused: int  # of these, not applied, since a loss or gradient was not finite
     updates: int  # optimizer updates applied since the run began
+    moved_bytes: int = 0  # to the host and back, where `train.offload` asks for it
     forms: tuple[str, ...] = ()  # how tokens reach experts on other ranks: asked for, chosen, and why

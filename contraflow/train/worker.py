@@ -94,6 +94,7 @@ class Trainer:
             steps=self._learner.steps,
             refused=self._learner.refused,
             updates=self._learner.optimizer.updates,
+            moved_bytes=self._learner.moved_bytes,
             forms=self._forms,
         )
 
