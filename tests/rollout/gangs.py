@@ -55,7 +55,7 @@ def read(text: str) -> tuple[Spec, Rendezvous]:
     fields, section, seed, std, version, turned, rank, meeting = json.loads(text)
     fields = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
     fields["latent"] = fields["latent"] and Latent(**fields["latent"])
-    checked = EngineSection.model_validate(section)
+    checked = EngineSection.model_validate_json(json.dumps(section))
     spec = Spec(ModelConfig(**fields), checked, seed, std, version and Version(*version), turned)
     return spec, Rendezvous(rank, checked.parallel.ranks, meeting)
 
