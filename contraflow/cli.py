@@ -153,6 +153,24 @@ def bench_dispatch(
         typer.echo(f"wrote {out}")
 
 
+@app.command("plan-engine")
+def plan_engine(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs: argv and environment of each node")] = False,
+) -> None:
+    """Print the command lines that start a served engine over GPUs and nodes, as [engine.launch] spreads it."""
+    from contraflow.config import load_recipe
+    from contraflow.model.builtin import model_folder
+    from contraflow.model.folder import read_config
+    from contraflow.rollout.launch import plan_engine as plan
+
+    settings = load_recipe(recipe, overrides or [])
+    folder = model_folder(settings.model.folder)
+    made = plan(settings.engine, read_config(folder), str(folder))
+    typer.echo(made.json() if as_json else made.shell())
+
+
 def _check_sizes(*, ranks: int, experts: int, top_k: int, device: str) -> None:
     from contraflow.errors import ConfigError
 

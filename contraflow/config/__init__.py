@@ -6,6 +6,7 @@ and the nearest name. Does not import torch, start anything, or derive one secti
 
 from contraflow.config.base import Compute, Section
 from contraflow.config.engine import Engine, Parallel
+from contraflow.config.launch import Launch
 from contraflow.config.reading import check_recipe, check_section, load_recipe, load_sft_recipe, recipe_toml
 from contraflow.config.recipe import Buffer, Env, Loss, Model, Recipe, Reward, Rollout, Run, Runtime, Train, Weights
 from contraflow.config.server import Server
@@ -16,6 +17,7 @@ __all__ = [
     "Compute",
     "Engine",
     "Env",
+    "Launch",
     "Loss",
     "Model",
     "NewModel",

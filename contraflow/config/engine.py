@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from contraflow.config.base import Compute, Count, Device, Seconds, Section
+from contraflow.config.launch import Launch
 from contraflow.config.server import Server
 
 SERVED = ("vllm", "sglang")  # kinds of engines that other programs run
@@ -68,6 +69,7 @@ class Engine(Section):
     spare_experts: Annotated[int, Field(ge=0)] = 0  # slots of each rank for replicas of popular experts
     offload: Literal["none", "all"] = "none"  # to the host while the trainer steps: weights and KV cache; native only
     parallel: Parallel = Parallel()  # how each worker's model is spread; cache and sequences are those of a dp rank
+    launch: Launch = Launch()  # how a served engine is spread, for `contraflow plan-engine`
     server: Server = Server()  # of a served engine
 
     @property
