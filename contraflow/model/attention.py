@@ -86,15 +86,15 @@ class Attention(nn.Module):
         heads, kv_heads = self.heads, self.kv_heads
         qkv = linear(x_TD, self.qkv, self.qkv_bias).view(-1, heads + 2 * kv_heads, self.head_dim)
         sight = None if self.sinks is None else Sight(self.sinks, self.window)
-        if isinstance(plan, KernelLayer) and self.whole_norm:
-            return plan.attend_projected(qkv, turn, Placing(self.qk_norm, self.eps, self.clip), sight).flatten(1)
+        if isinstance(plan, KernelLayer) and self.placing is not None:
+            return plan.attend_projected(qkv, turn, self.placing, sight).flatten(1)
         q, k, v = compiled(Attention.placed, self.fuse)(self, qkv, turn)
         return attend(q, k, v, plan, sight).flatten(1)
 
     @property
-    def whole_norm(self) -> bool:
-        """Whether the query and key norms need nothing beyond the heads that are here."""
-        return True
+    def placing(self) -> Placing | None:
+        """What `placed` does, for a kernel; None where the norm needs more than the heads that are here."""
+        return Placing(self.qk_norm, self.eps, self.clip)
 
     def placed(self, qkv: Tensor, turn: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values from one projection: normed, clamped and turned to their positions."""

@@ -20,12 +20,16 @@ LOWEST = tl.constexpr(-1e30)  # finite: a maximum over nothing minus another is 
 
 
 class Tiling(NamedTuple):
-    """How a kernel is cut: keys a tile, warps, loads in flight; None for as many splits as fill the device."""
+    """How a kernel is cut: keys a tile, warps, loads in flight; None for as many splits as fill the device.
+
+    `products`: decode in matrix products, which heads that share keys always do.
+    """
 
     keys: int
     warps: int
     stages: int
     splits: int | None = None
+    products: bool = True
 
 
 class Pages(NamedTuple):
@@ -248,9 +252,10 @@ def decode(q_BHd: Tensor, pages: Pages, seen: Seen, tiling: Tiling | None = None
         stats = torch.empty(batch, heads, splits, 2, dtype=torch.float32, device=q_BHd.device)
     shape: dict[str, Any] = {"DIM": dim, "D": _padded(dim), "SPLITS": splits, "SINKS": seen.sinks_H is not None}
     cut: dict[str, Any] = {"KEYS": tiling.keys, "STAGES": tiling.stages, "num_warps": tiling.warps}
-    grouped: dict[str, Any] = {} if share == 1 else {"SHARE": share, "ROWS": _padded(share)}
+    products = share > 1 or tiling.products
+    grouped: dict[str, Any] = {"SHARE": share, "ROWS": _padded(share)} if products else {}
     sinks = q_BHd if seen.sinks_H is None else seen.sinks_H
-    kernel = _decode_alone if share == 1 else _decode
+    kernel = _decode if products else _decode_alone
     kernel[(pages.kv_heads, splits, batch)](
         q_BHd, pages.layer, pages.tables_BN, pages.lengths_B, sinks, out, parts, stats,
         pages.tables_BN.stride(0), dim**-0.5 * LOG2E.value, GROUPS=pages.kv_heads, BS=pages.block_tokens,
@@ -286,7 +291,7 @@ def prefill(q_THd: Tensor, pages: Pages, fed: Fed, seen: Seen, tiling: Tiling | 
 def decode_tiling(share: int, dim: int, itemsize: int) -> Tiling:
     """For an H200; `bench.attention_gpu` measures others. Wide heads get fewer keys, so that tiles stay as large."""
     wide = -(-_padded(dim) * itemsize // 256)  # in heads of 128 in half precision
-    return Tiling(max(32 // wide, 16), 4, 2) if share == 1 else Tiling(max(64 // wide, 16), 4, 3)
+    return Tiling(max(32 // wide, 16), 4, 2, products=False) if share == 1 else Tiling(max(64 // wide, 16), 4, 3)
 
 
 def prefill_tiling(dim: int, itemsize: int) -> Tiling:

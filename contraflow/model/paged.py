@@ -116,8 +116,12 @@ class _PagedLayer:
         self._plan, self._pages, self._slots = plan, pages, slots
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sight: Sight | None = None) -> Tensor:
-        _write(self._slots, self._plan.slots, k_TGd, v_TGd)
+        self.write(k_TGd, v_TGd)
         return cast(self._plan.attend(cast(q_THd, self._slots.dtype), self._pages, sight), q_THd.dtype)
+
+    def write(self, k_TGd: Tensor, v_TGd: Tensor) -> None:
+        """Put the fed tokens' keys and values where they go."""
+        _write(self._slots, self._plan.slots, k_TGd, v_TGd)
 
 
 class Placing(NamedTuple):
@@ -176,14 +180,18 @@ class KernelLayer:
         return cast(self._plan.attend(cast(q_THd, self._pages.dtype), self._pages, sight), q_THd.dtype)
 
     def attend_projected(self, qkv: Tensor, turn: Rotation, placing: Placing, sight: Sight | None) -> Tensor:
-        """Of queries, keys and values `[T, H + 2 * G, d]` as projected: one kernel norms, clamps, turns and writes."""
+        """Of queries, keys and values `[T, H + 2 * G, d]` as projected."""
+        q_THd = self.placed(qkv, turn, placing)
+        return cast(self._plan.attend(q_THd, self._pages, sight), qkv.dtype)
+
+    def placed(self, qkv: Tensor, turn: Rotation, placing: Placing) -> Tensor:
+        """Queries, in one kernel that norms, clamps and turns, and writes keys and values into the cache."""
         from contraflow.model import kernels_place
 
         cache = self._plan.cache
         target = kernels_place.Target(self._pages, self._plan.slots_T, cache.block_tokens)
         treatment = kernels_place.Treatment(*placing)
-        q = kernels_place.place(qkv, *turn, treatment, target, kv_heads=len(cache.heads) // 2)
-        return cast(self._plan.attend(q, self._pages, sight), qkv.dtype)
+        return kernels_place.place(qkv, *turn, treatment, target, kv_heads=len(cache.heads) // 2)
 
 
 def paged_plan(

@@ -18,6 +18,7 @@ from contraflow.model.decoder import Decoder, Layer
 from contraflow.model.families import ModelConfig
 from contraflow.model.moe import DenseMLP
 from contraflow.model.ops import cast, linear
+from contraflow.model.paged import Placing
 from contraflow.model.rotary import Rotation
 from contraflow.model.router import Tape
 
@@ -52,9 +53,9 @@ class SharedAttention(Attention):
         return out_TD if self.out_bias is None else out_TD + cast(self.out_bias, out_TD.dtype)
 
     @property
-    def whole_norm(self) -> bool:
-        """See `Attention`; a norm over the whole projection needs the other ranks."""
-        return self.qk_norm is None or self.qk_norm.ndim == 2
+    def placing(self) -> Placing | None:
+        """See `Attention`: a norm over the whole projection needs the other ranks."""
+        return None if self.qk_norm is not None and self.qk_norm.ndim == 1 else super().placing
 
     def normed(self, qk: Tensor, weight: Tensor) -> Tensor:
         """A weight that all heads share gets its gradient from the heads of all ranks."""

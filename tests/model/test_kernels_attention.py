@@ -31,6 +31,7 @@ class Shape(NamedTuple):
     window: int | None = None
     sinks: bool = False
     splits: int = 1
+    products: bool = True
 
     @property
     def heads(self) -> int:
@@ -38,8 +39,8 @@ class Shape(NamedTuple):
 
 
 SHAPES = [
-    Shape(2, 1, 128),
-    Shape(3, 1, 24, block_tokens=3, window=5, sinks=True, splits=4),
+    Shape(2, 1, 128, products=False),
+    Shape(3, 1, 24, block_tokens=3, window=5, sinks=True, splits=4, products=False),
     Shape(1, 1, 64, splits=2),
     Shape(1, 8, 128, splits=4),
     Shape(2, 3, 32, block_tokens=5, window=17),
@@ -137,7 +138,7 @@ def test_one_token_a_sequence_sees_all_its_keys(
     @given(lengths=LENGTHS, seed=st.integers(0, 99))
     def law(lengths: list[int], seed: int) -> None:
         case = Case(shape, lengths, [1] * len(lengths), dtype, seed)
-        got = kernels.decode(*case.given(kernels, device), kernels.Tiling(16, 4, 2, shape.splits))
+        got = kernels.decode(*case.given(kernels, device), kernels.Tiling(16, 4, 2, shape.splits, shape.products))
         torch.testing.assert_close(got.cpu().double(), case.wanted(), rtol=0, atol=TOLERANCE[dtype])
         assert not got[torch.tensor(lengths) == 0].any()
 
