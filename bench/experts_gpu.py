@@ -183,9 +183,9 @@ def launch(
         order_P, blocks_3B = kernels.align(ids_TK, count, rows)
         most = blocks_3B.shape[1]
         first = (
-            (batch.x_TD, layer.gate_up, hidden_PF)
+            (batch.x_TD, kernels.fetched(layer.gate_up, tile), hidden_PF)
             if name == "hidden"
-            else (hidden_PF, layer.down, weights_TK, answers_PD)
+            else (hidden_PF, kernels.fetched(layer.down, tile), weights_TK, answers_PD)
         )
         tensors.append((*first, order_P, blocks_3B, most, dim, ffn))
     wide, deep, kernel = (ffn, dim, kernels._hidden) if name == "hidden" else (dim, ffn, kernels._answers)
@@ -202,14 +202,14 @@ def candidates(name: str, rows: int) -> Iterator[Tile]:
             continue  # too little on its way to hide the memory's latency, or no room
         if (warps == 8) != (rows * outputs > 8192) or (depth == 256 and rows > 32) or (stages == 2 and rows < 128):
             continue
-        yield Tile(cols, depth, warps, stages)
+        yield from (Tile(cols, depth, warps, stages, bulk) for bulk in (False, True))
 
 
 def near(batch: Case) -> list[int]:
-    """Heights to try: the least that holds the mean expert, and its neighbours."""
+    """Heights to try: the least that holds the mean expert, and the next."""
     mean = batch.ids[0].numel() / len(batch.layers[0].down)
     least = next((at for at, rows in enumerate(HEIGHTS) if mean <= rows), len(HEIGHTS) - 1)
-    return list(HEIGHTS[max(0, least - 1) : least + 2])
+    return list(HEIGHTS[least : least + 2])
 
 
 def build(batch: Case) -> None:

@@ -13,15 +13,20 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class Tile(NamedTuple):
-    """What one program of a matmul makes at a time: `cols` outputs of a block's rows, `depth` terms of each a step."""
+    """What one program of a matmul makes at a time: `cols` outputs of a block's rows, `depth` terms of each a step.
+
+    `bulk`: weights are fetched by the tensor memory accelerator (Hopper and later), where their rows are aligned to it.
+    """
 
     cols: int
     depth: int
     warps: int
     stages: int
+    bulk: bool = False
 
 
 class Form(NamedTuple):
@@ -68,8 +73,8 @@ def experts(
     most = blocks_3B.shape[1]
     hidden_PF, answers_PD = x_TD.new_empty(pairs, ffn), x_TD.new_empty(pairs, dim)
     for tile, wide, deep, kernel, tensors in (
-        (cut.hidden, ffn, dim, _hidden, (x_TD, gate_up_E2FD, hidden_PF)),
-        (cut.out, dim, ffn, _answers, (hidden_PF, down_EDF, weights_TK, answers_PD)),
+        (cut.hidden, ffn, dim, _hidden, (x_TD, fetched(gate_up_E2FD, cut.hidden), hidden_PF)),
+        (cut.out, dim, ffn, _answers, (hidden_PF, fetched(down_EDF, cut.out), weights_TK, answers_PD)),
     ):
         kernel[(most * triton.cdiv(wide, tile.cols),)](
             *tensors, order_P, blocks_3B, most, dim, ffn, **constants(cut.rows, tile, wide, deep, choices)
@@ -79,11 +84,17 @@ def experts(
     return out_TD
 
 
+def fetched(weight: Tensor, tile: Tile) -> Any:
+    """The weight `[E, rows, width]` as a matmul of this tile wants it: as it is, or described for bulk copies."""
+    bulk = tile.bulk and weight.shape[2] * weight.element_size() % 16 == 0
+    return TensorDescriptor.from_tensor(weight.flatten(0, 1), [tile.cols, tile.depth]) if bulk else weight
+
+
 def constants(rows: int, tile: Tile, wide: int, deep: int, choices: int) -> dict[str, Any]:
     """What a matmul of `[rows, deep]` to `[rows, wide]` is compiled for."""
     return {
         "CHOICES": choices, "ROWS": rows, "COLS": tile.cols, "DEPTH": tile.depth,
-        "EVEN": wide % tile.cols == 0 and deep % tile.depth == 0,
+        "EVEN": wide % tile.cols == 0 and deep % tile.depth == 0, "BULK": tile.bulk and deep % 8 == 0,
         "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
 
@@ -143,29 +154,34 @@ def _align(
 @triton.jit(do_not_specialize=["most"])
 def _hidden(
     x_TD, weight_E2FD, hidden_PF, order_P, blocks_3B, most, dim, ffn,
-    CHOICES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    CHOICES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+    EVEN: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
     """`silu(gate) * up` of a block's pairs, by place in `order_P`. Blocks of an expert run together and share reads."""
     block, tile = tl.program_id(0) % most, tl.program_id(0) // most
     rows = tl.load(blocks_3B + 2 * most + block)
     if rows > 0:
-        expert = tl.load(blocks_3B + block).to(tl.int64)
+        expert = tl.load(blocks_3B + block)
         row, col, deep = tl.arange(0, ROWS), tile * COLS + tl.arange(0, COLS), tl.arange(0, DEPTH)
         place = tl.load(blocks_3B + most + block) + row
         real, fits = row < rows, col < ffn
         token = tl.load(order_P + place, real, other=0) // CHOICES
         x_at = x_TD + token[:, None] * dim + deep[None, :]
-        gate_at = weight_E2FD + expert * 2 * ffn * dim + col[:, None] * dim + deep[None, :]
-        up_at = gate_at + ffn * dim
+        gate_row = expert * 2 * ffn + tile * COLS  # its row of up lies `ffn` below
+        if not BULK:
+            gate_at = weight_E2FD + (gate_row + tl.arange(0, COLS)).to(tl.int64)[:, None] * dim + deep[None, :]
+            up_at = gate_at + ffn * dim
         gate = tl.zeros([ROWS, COLS], tl.float32)
         up = tl.zeros([ROWS, COLS], tl.float32)
         for first in range(0, dim, DEPTH):
-            if EVEN:
-                x = tl.load(x_at + first, real[:, None], other=0.0)
+            inside = (first + deep < dim)[None, :]
+            x = tl.load(x_at + first, real[:, None] if EVEN else real[:, None] & inside, other=0.0)
+            if BULK:
+                gate_weight = weight_E2FD.load([gate_row, first])
+                up_weight = weight_E2FD.load([gate_row + ffn, first])
+            elif EVEN:
                 gate_weight, up_weight = tl.load(gate_at + first), tl.load(up_at + first)
             else:
-                inside = (first + deep < dim)[None, :]
-                x = tl.load(x_at + first, real[:, None] & inside, other=0.0)
                 gate_weight = tl.load(gate_at + first, fits[:, None] & inside, other=0.0)
                 up_weight = tl.load(up_at + first, fits[:, None] & inside, other=0.0)
             gate = tl.dot(x, gate_weight.T, gate)
@@ -179,27 +195,31 @@ def _hidden(
 def _answers(
     hidden_PF, weight_EDF, weights_P, answers_PD, order_P, blocks_3B, most,
     dim, ffn,
-    CHOICES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+    CHOICES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+    EVEN: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
     """`down(hidden)` times the router's weight, of a block's pairs, by pair."""
     block, tile = tl.program_id(0) % most, tl.program_id(0) // most
     rows = tl.load(blocks_3B + 2 * most + block)
     if rows > 0:
-        expert = tl.load(blocks_3B + block).to(tl.int64)
+        expert = tl.load(blocks_3B + block)
         row, col, deep = tl.arange(0, ROWS), tile * COLS + tl.arange(0, COLS), tl.arange(0, DEPTH)
         place = tl.load(blocks_3B + most + block) + row
         real, fits = row < rows, col < dim
         pair = tl.load(order_P + place, real, other=0)
         hidden_at = hidden_PF + place[:, None] * ffn + deep[None, :]
-        weight_at = weight_EDF + expert * dim * ffn + col[:, None] * ffn + deep[None, :]
+        weight_row = expert * dim + tile * COLS
+        if not BULK:
+            weight_at = weight_EDF + (weight_row + tl.arange(0, COLS)).to(tl.int64)[:, None] * ffn + deep[None, :]
         answer = tl.zeros([ROWS, COLS], tl.float32)
         for first in range(0, ffn, DEPTH):
-            if EVEN:
-                hidden = tl.load(hidden_at + first, real[:, None], other=0.0)
+            inside = (first + deep < ffn)[None, :]
+            hidden = tl.load(hidden_at + first, real[:, None] if EVEN else real[:, None] & inside, other=0.0)
+            if BULK:
+                weight = weight_EDF.load([weight_row, first])
+            elif EVEN:
                 weight = tl.load(weight_at + first)
             else:
-                inside = (first + deep < ffn)[None, :]
-                hidden = tl.load(hidden_at + first, real[:, None] & inside, other=0.0)
                 weight = tl.load(weight_at + first, fits[:, None] & inside, other=0.0)
             answer = tl.dot(hidden, weight.T, answer)
         answer *= tl.load(weights_P + pair, real, other=0.0)[:, None]

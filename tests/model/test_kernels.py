@@ -25,6 +25,7 @@ else:
     pytestmark = [pytest.mark.gpu, no_gpu]
 DEVICE, HALF = ("cpu", torch.float16) if INTERPRETED else ("cuda", torch.bfloat16)
 SMALL = Form(16, Tile(16, 32, 4, 2), Tile(32, 16, 4, 3))
+BULK = Form(16, Tile(16, 32, 4, 2, bulk=True), Tile(32, 16, 4, 3, bulk=True))
 
 
 def drawn(seed: int, *shape: int, scale: float = 1.0, dtype: torch.dtype = HALF) -> Tensor:
@@ -67,6 +68,7 @@ def test_every_pair_is_in_one_block_of_its_expert(
     assert all(0 < count <= rows for *_, count in blocks)
 
 
+@pytest.mark.parametrize("cut", [SMALL, BULK])
 @pytest.mark.parametrize(
     ("tokens", "choices", "experts", "dim", "ffn"),
     [
@@ -78,12 +80,12 @@ def test_every_pair_is_in_one_block_of_its_expert(
         (64, 2, 3, 64, 96),
     ],
 )
-def test_experts_equal_their_definition(tokens: int, choices: int, experts: int, dim: int, ffn: int) -> None:
+def test_experts_equal_their_definition(cut: Form, tokens: int, choices: int, experts: int, dim: int, ffn: int) -> None:
     x_TD, weights_TK = drawn(1, tokens, dim), drawn(2, tokens, choices, dtype=torch.float32)
     ids_TK = chosen(3, tokens, choices, experts)
     gate_up, down = drawn(4, experts, 2 * ffn, dim, scale=dim**-0.5), drawn(5, experts, dim, ffn, scale=ffn**-0.5)
     wanted = mixed(x_TD, ids_TK, weights_TK, gate_up, down)
-    out_TD = kernels_experts.experts(x_TD, ids_TK, weights_TK, gate_up, down, cut=SMALL)
+    out_TD = kernels_experts.experts(x_TD, ids_TK, weights_TK, gate_up, down, cut=cut)
     assert out_TD.dtype == HALF
     assert out_TD.shape == x_TD.shape
     error = (out_TD.double() - wanted).norm() / wanted.norm().clamp_min(1e-9)
