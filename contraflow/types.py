@@ -203,16 +203,26 @@ class Probe(msgspec.Struct, frozen=True):
     tolerance: float  # largest absolute difference that still counts as equal
 
 
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """What travels of a version in place of its bytes: the changes of its chunks, one after the other."""
+
+    parent: Version  # whose bytes are changed
+    seal: str  # digest of the parent's digests: bytes of anything else are not the parent
+    lengths: tuple[int, ...]  # bytes of the change of each chunk; 0: it is as before
+    digests: tuple[str, ...]  # of the changes, cut into pieces of `chunk_bytes` as a version is
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """One published version: what it holds, where it lies, and how to prove that it arrived."""
 
     version: Version
     parent: Version | None
     model: str  # digest of the model's configuration
-    carrier: str  # "memory" or "blob"
+    carrier: str  # "memory" or "blob", or "delta-" and one of them
     location: str  # shared-memory name or blob key
     tensors: tuple[Tensor, ...]
     chunk_bytes: int
-    digests: tuple[str, ...]  # one per chunk, in order
+    digests: tuple[str, ...]  # one per chunk of the version's whole bytes, in order, however they travel
     probe: Probe
     wire: str = "same"  # precision in which the trainer's tokens travel to experts: an engine's may differ, and says so
+    delta: Delta | None = None  # None: the version travels whole

@@ -65,6 +65,8 @@ def test_overrides_reach_into_sections(tmp_path: Path) -> None:
         ({"train": {"device": "gpu"}}, "train.device = 'gpu': string should match pattern '^(cpu|cuda|cuda:"),
         ({"engine": {"device": "cuda:-1"}}, "engine.device = 'cuda:-1': string should match"),
         ({"engine": {"compute": "float16"}}, "engine.compute = 'float16': input should be 'float32' or 'bfloat16'"),
+        ({"weights": {"dtype": "bfloat16"}}, "weights.dtype = 'bfloat16' with engine.compute = 'float32'"),
+        ({"weights": {"full_every": 0}}, "weights.full_every = 0: input should be greater than or equal to 1"),
         ({"train": {"betas": [1.5, 0.9]}}, "train.betas.0 = 1.5: input should be less than 1"),
         ({"train": {"learning_rate": float("inf")}}, "train.learning_rate = inf: input should be a finite number"),
         ({"run": {"seed": tomllib}}, "numbers, strings, booleans, lists and tables only"),

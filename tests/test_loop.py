@@ -242,6 +242,27 @@ def test_a_version_is_proven_in_the_engines_precision_whatever_the_trainers(
     assert (outcome.steps, len(steps_of(tmp_path))) == (2, 2)
 
 
+def test_weights_that_travel_in_bf16_and_as_deltas_are_proven_and_move_few_bytes(
+    tiny_moe: Path, tmp_path: Path
+) -> None:
+    recipe = recipe_of(
+        tiny_moe,
+        engine={"kind": "native", "compute": "bfloat16", "context_tokens": 32, "kv_tokens": 512, "max_sequences": 16},
+        train={"learning_rate": 1e-6, "warmup_updates": 1},
+        run={"steps": 4, "eval_every": 2, "eval_tasks": 2},
+        buffer={"groups_per_step": 2},
+        weights={"carrier": "blob", "dtype": "bfloat16", "full_every": 3, "probe_tolerance": 1e-6},
+    )
+    assert run(recipe, tmp_path).steps == 4
+    seen = [record for record in read_journal(tmp_path / "metrics.jsonl") if record["kind"] == "refresh"]
+    ways = [record["via"] for record in seen]
+    assert ways == ["whole", "1 delta upon 0.0", "1 delta upon 0.1", "whole", "1 delta upon 0.3"]
+    for record in seen:
+        assert record["served"]
+        if record["via"] != "whole":
+            assert record["moved"] < record["bytes"] / 2
+
+
 ALIKE: dict[str, Any] = {"parallel": {"dp": 2, "ep": 2}}
 
 

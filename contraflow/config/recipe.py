@@ -105,6 +105,8 @@ class Weights(Section):
     carrier: Literal["memory", "blob"] = "memory"  # shared memory of one host, or a folder or S3
     url: str = ""  # for `blob`: a folder or s3://bucket/prefix; empty is RUN/weights
     chunk_bytes: Count = 1 << 20  # one digest each
+    dtype: Compute = "float32"  # as which weights travel, but for router and head, which stay float32
+    full_every: Count = 1  # versions from one that travels whole to the next; those between travel as what changed
     probe_prompts: Count = 4  # random token rows whose log-probabilities must arrive
     probe_tokens: Count = 16  # of each
     probe_tolerance: Annotated[float, Field(gt=0)] = 1e-3  # largest difference that still counts as equal
@@ -157,6 +159,15 @@ class Recipe(Section):
             raise ValueError(
                 f"engine.server.urls has {len(server.urls)} servers for rollout.workers = {workers}: each worker needs "
                 "as many of its own"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_travel_whole_enough(self) -> Self:
+        if self.weights.dtype == "bfloat16" and self.engine.compute == "float32":
+            raise ValueError(
+                "weights.dtype = 'bfloat16' with engine.compute = 'float32': the engine would compute with rounded"
+                " weights and fail the proof of every version; use engine.compute = 'bfloat16', or send 'float32'"
             )
         return self
 

@@ -5,7 +5,7 @@ copy and the probe stop it, inside `Engine.swap`. Does not decide when to refres
 """
 
 import asyncio
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,6 +23,8 @@ class RefreshReport(msgspec.Struct, frozen=True, kw_only=True):
 
     version: Version
     bytes: int = 0  # brought and verified
+    moved: int = 0  # of what the carrier had to move for them: less, if the version travelled as a delta
+    via: str = ""  # how they came, where the carrier has a choice
     fetch_s: float = 0.0  # loading and hashing, while the engine went on
     stall_s: float = 0.0  # in which the engine could run no step
     served: bool
@@ -97,18 +99,21 @@ class Refresher:
             fetched = await self._fetch(manifest)
         except VersionGone as gone:
             return RefreshReport(version=version, fetch_s=self._clock() - began, served=False, reason=str(gone))
-        fetch_s, nbytes = self._clock() - began, total_bytes(manifest.tensors)
+        brought: dict[str, Any] = {
+            "bytes": total_bytes(manifest.tensors),
+            "moved": fetched.arrival.moved,
+            "via": fetched.arrival.via,
+            "fetch_s": self._clock() - began,
+        }
         overtaken = self._skipped(version)
         if overtaken is not None:
             fetched.close()
-            return msgspec.structs.replace(overtaken, bytes=nbytes, fetch_s=fetch_s)
+            return msgspec.structs.replace(overtaken, **brought)
         stall_s = await self._swap(fetched)
         differs = ""
         if manifest.wire != self._wire:
             differs = f"tokens travel to experts as {self._wire!r} in the engine, as {manifest.wire!r} in the trainer"
-        return RefreshReport(
-            version=version, bytes=nbytes, fetch_s=fetch_s, stall_s=stall_s, served=True, differs=differs
-        )
+        return RefreshReport(version=version, **brought, stall_s=stall_s, served=True, differs=differs)
 
     async def _fetch(self, manifest: Manifest) -> Fetched:
         if self._fetching == "inline":

@@ -15,9 +15,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 
 from contraflow import config
 from contraflow.algo.drift import age_report
+from contraflow.model.decoder import Decoder
 from contraflow.model.folder import read_config
 from contraflow.model.tokenizer import Tokenizer
 from contraflow.parallel.data import at_rest, local
@@ -105,6 +107,8 @@ class Learner:
         )
         self._loan = Loan(lambda: _lent(train.offload, self._spread, self.optimizer))
         self.moved_bytes = 0  # to the host and back, since the run began
+        like = Decoder(decoder.config, dtype=DTYPES[weights.dtype], device="meta").state_dict()
+        self._dtypes = {name: tensor.dtype for name, tensor in like.items()}
         self._publisher = self._journal = None
         if self._crew.team.first:
             self._publisher = Publisher(open_carrier(weights, self._run), keep=KEPT_VERSIONS)
@@ -178,10 +182,7 @@ class Learner:
         with self.account.charge("publish"):
             logprobs = self._crew.probe_logprobs(self._spread.decoder, self._prompts, DTYPES[self._place.proof])
             probe = as_probe(self._prompts, logprobs, self._weights.probe_tolerance)
-            # What is gathered from several ranks is a copy: a GPU need not hold all of those at once.
-            alone = self._spread.mesh is None
-            whole = ((name, tensor) for name, tensor in self._spread.tensors() if tensor is not None)
-            tensors = {name: tensor if alone else tensor.cpu() for name, tensor in whole}
+            tensors = self._travelling()
             if self._publisher is None:
                 return None
             return self._publisher.publish(
@@ -192,6 +193,15 @@ class Learner:
                 chunk_bytes=self._weights.chunk_bytes,
                 wire=self._train.parallel.wire,
             )
+
+    def _travelling(self) -> dict[str, Tensor]:
+        """The whole model on rank 0, in the dtypes in which it travels. Collective.
+
+        What is gathered or converted is a copy, and on the host: a GPU need not hold all of those at once.
+        """
+        as_they_are = self._spread.mesh is None and self._weights.dtype == "float32"
+        whole = ((name, tensor) for name, tensor in self._spread.tensors() if tensor is not None)
+        return {name: tensor if as_they_are else tensor.to(self._dtypes[name]).cpu() for name, tensor in whole}
 
     def _save(self, step: int) -> Path:
         cut = checkpoint.Cut(

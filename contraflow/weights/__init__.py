@@ -7,6 +7,7 @@ from contraflow.blobs import open_blobs
 from contraflow.config import Weights
 from contraflow.weights.blob import BlobCarrier
 from contraflow.weights.carrier import Carrier, check_run_id, derive_run_id
+from contraflow.weights.delta_carrier import DeltaCarrier
 from contraflow.weights.memory import MemoryCarrier, shared_folder
 
 MOST_LANES = 8  # hashing chunks side by side: beyond this, memory and not the hash sets the pace
@@ -20,6 +21,9 @@ def open_carrier(section: Weights, run_folder: Path, *, run_id: str | None = Non
     >>> carrier = open_carrier(recipe.weights, run_folder)
     """
     name = check_run_id(derive_run_id(run_folder) if run_id is None else run_id)
+    inner: Carrier
     if section.carrier == "memory":
-        return MemoryCarrier(shared_folder(), name, lanes=min(os.cpu_count() or 1, MOST_LANES))
-    return BlobCarrier(open_blobs(section.url or str(run_folder / "weights")), name)
+        inner = MemoryCarrier(shared_folder(), name, lanes=min(os.cpu_count() or 1, MOST_LANES))
+    else:
+        inner = BlobCarrier(open_blobs(section.url or str(run_folder / "weights")), name)
+    return inner if section.full_every == 1 else DeltaCarrier(inner, section.full_every)

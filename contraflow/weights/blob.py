@@ -10,7 +10,7 @@ import torch
 from contraflow.blobs import Blobs
 from contraflow.errors import BlobExists, BlobMissing, CarrierError, VersionGone
 from contraflow.types import Manifest, Version
-from contraflow.weights.carrier import Bytes, parse_version
+from contraflow.weights.carrier import Arrival, Bytes, parse_version
 from contraflow.weights.manifest import decode_manifest, encode_manifest, spans, total_bytes
 
 
@@ -98,7 +98,7 @@ class _BlobSink:
     def put(self, index: int, chunk_B: torch.Tensor) -> None:
         self._blobs.put(_key(self.location, index), chunk_B.numpy())
 
-    def commit(self, manifest: Manifest) -> None:
+    def commit(self, manifest: Manifest) -> Manifest:
         data = encode_manifest(manifest)
         try:
             self._blobs.put(self._manifest, data, create=True)
@@ -106,6 +106,7 @@ class _BlobSink:
             # A write whose answer was lost is tried again and meets itself.
             if self._blobs.get(self._manifest) != data:
                 raise CarrierError(f"{self._manifest} is in {self._blobs.url} already: published by another") from None
+        return manifest
 
     def discard(self) -> None:
         self._blobs.delete(self._blobs.list(self.location))
@@ -129,6 +130,12 @@ class _BlobSource:
         place: Bytes = self.bytes_B[start:end].numpy()
         place[:] = found
         return place
+
+    def mend(self, index: int) -> None:
+        """There is no other way."""
+
+    def settle(self) -> Arrival:
+        return Arrival(self.bytes_B.numel())
 
 
 def _key(location: str, index: int) -> str:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,13 +36,23 @@ class Sink(Protocol):
         """Chunk `index` is written: hand it over."""
         ...
 
-    def commit(self, manifest: Manifest) -> None:
-        """All chunks are handed over: the version can be read from here on. Raises: CarrierError if it could before."""
+    def commit(self, manifest: Manifest) -> Manifest:
+        """All chunks are handed over: the version can be read from here on. The manifest as it is stored.
+
+        Raises: CarrierError if it could be read before.
+        """
         ...
 
     def discard(self) -> None:
         """Give up: free what was written."""
         ...
+
+
+class Arrival(NamedTuple):
+    """What it took to bring a version."""
+
+    moved: int  # bytes that were read from the carrier
+    via: str = ""  # how, where there is a choice
 
 
 class Source(Protocol):
@@ -58,6 +68,14 @@ class Source(Protocol):
 
         If it is of the right length, what is returned is its place in `bytes_B`.
         """
+        ...
+
+    def mend(self, index: int) -> Bytes | None:
+        """Chunk `index`, which was not as published, as `load` but by another way; None if there is no other."""
+        ...
+
+    def settle(self) -> Arrival:
+        """All chunks are proven. Called once; never if one is not."""
         ...
 
 

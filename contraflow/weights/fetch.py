@@ -8,7 +8,7 @@ import torch
 
 from contraflow.errors import CarrierError, VersionGone
 from contraflow.types import Manifest
-from contraflow.weights.carrier import Carrier, Source, in_lanes
+from contraflow.weights.carrier import Arrival, Carrier, Source, in_lanes
 from contraflow.weights.manifest import Expected, check_fit, check_manifest, digest, spans, total_bytes, views
 
 
@@ -18,9 +18,10 @@ class Fetched:
     Invariant: `tensors` is empty, or every byte of it matched the manifest's digests.
     """
 
-    def __init__(self, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, manifest: Manifest, tensors: dict[str, torch.Tensor], arrival: Arrival) -> None:
         self.manifest = manifest
         self.tensors = tensors
+        self.arrival = arrival
 
     def close(self) -> None:
         """Let go of the memory. Safe to call twice."""
@@ -50,7 +51,7 @@ def fetch(manifest: Manifest, carrier: Carrier, expected: Expected | None = None
         if manifest.version in carrier.versions():
             raise
         raise VersionGone(f"version {manifest.version} was retired while it was being read: {fault}") from fault
-    return Fetched(manifest, views(source.bytes_B, manifest.tensors))
+    return Fetched(manifest, views(source.bytes_B, manifest.tensors), source.settle())
 
 
 def _verify(manifest: Manifest, source: Source, index: int, span: tuple[int, int]) -> None:
@@ -58,6 +59,9 @@ def _verify(manifest: Manifest, source: Source, index: int, span: tuple[int, int
     wanted = manifest.digests[index]
     found = "none: it is missing" if data is None else digest(data)
     if found == wanted:
+        return
+    mended = source.mend(index)
+    if mended is not None and digest(mended) == wanted:
         return
     length = 0 if data is None else len(data)
     raise CarrierError(

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from contraflow.errors import CarrierError
-from contraflow.types import Manifest, Tensor, Version
+from contraflow.types import Delta, Manifest, Tensor, Version
 
 ALIGNMENT = 64  # a cache line, and more than any dtype or vector load asks for
 
@@ -127,6 +127,8 @@ def check_manifest(manifest: Manifest) -> None:
     chunks = -(-total_bytes(manifest.tensors) // manifest.chunk_bytes)
     if len(manifest.digests) != chunks:
         raise CarrierError(f"manifest of {version}: {len(manifest.digests)} digests for {chunks} chunks")
+    if manifest.delta is not None:
+        _check_delta(manifest, manifest.delta)
 
 
 def check_fit(manifest: Manifest, expected: Expected) -> None:
@@ -199,6 +201,17 @@ def _check_entry(version: Version, entry: Tensor, end: int) -> None:
             f"{where} lies at byte {entry.offset}; must be a multiple of {ALIGNMENT} and at least {end}, "
             "where the one before it ends"
         )
+
+
+def _check_delta(manifest: Manifest, delta: Delta) -> None:
+    where = f"manifest of {manifest.version}: delta"
+    if delta.parent >= manifest.version:
+        raise CarrierError(f"{where} is built upon {delta.parent}; must be an older version")
+    if len(delta.lengths) != len(manifest.digests) or min(delta.lengths, default=0) < 0:
+        raise CarrierError(f"{where} has the lengths {delta.lengths}; wanted {len(manifest.digests)} of 0 or more")
+    pieces = -(-sum(delta.lengths) // manifest.chunk_bytes)
+    if len(delta.digests) != pieces:
+        raise CarrierError(f"{where} has {len(delta.digests)} digests for {pieces} pieces")
 
 
 def _some(names: set[str]) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from contraflow.errors import CarrierError, VersionGone
 from contraflow.types import Manifest, Version
-from contraflow.weights.carrier import Bytes, parse_version
+from contraflow.weights.carrier import Arrival, Bytes, parse_version
 from contraflow.weights.manifest import decode_manifest, encode_manifest, spans, total_bytes
 
 SHARED = Path("/dev/shm")
@@ -124,7 +124,7 @@ class _MemorySink:
     def put(self, index: int, chunk_B: torch.Tensor) -> None:
         """Nothing to do: the chunk was written where it is read."""
 
-    def commit(self, manifest: Manifest) -> None:
+    def commit(self, manifest: Manifest) -> Manifest:
         partial = self._manifest.with_suffix(".partial")
         data = encode_manifest(manifest)
         try:
@@ -133,6 +133,7 @@ class _MemorySink:
         except OSError as fault:
             raise CarrierError(_no_room(self._manifest, len(data), fault)) from fault
         self._bytes_B = torch.empty(0, dtype=torch.uint8)  # from here on nobody has it mapped for writing
+        return manifest
 
     def discard(self) -> None:
         self._manifest.with_suffix(".partial").unlink(missing_ok=True)
@@ -157,6 +158,12 @@ class _MemorySource:
         start, end = self._spans[index]
         found: Bytes = self.bytes_B[start:end].numpy()  # short or empty where the file was truncated
         return found
+
+    def mend(self, index: int) -> None:
+        """There is no other way."""
+
+    def settle(self) -> Arrival:
+        return Arrival(self.bytes_B.numel())
 
 
 def own(folder: Path) -> int:

@@ -53,11 +53,10 @@ def publish(
             probe=probe,
             wire=wire,
         )
-        sink.commit(manifest)
+        return sink.commit(manifest)
     except BaseException:
         sink.discard()
         raise
-    return manifest
 
 
 class Publisher:

@@ -139,6 +139,7 @@ def test_after_a_refresh_the_engine_answers_as_one_that_never_held_other_weights
             assert report == RefreshReport(
                 version=Version(1, n),
                 bytes=sum(t.nbytes for t in decoder.state_dict().values()) + padding(manifest),
+                moved=report.bytes,
                 fetch_s=report.fetch_s,
                 stall_s=report.stall_s,
                 served=True,

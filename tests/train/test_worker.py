@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -43,14 +44,14 @@ class Bench:
     make_episode: object
     trainer: object = None
 
-    async def start(self, name="trainer", *, train=TRAIN, loss=None, **place):
+    async def start(self, name="trainer", *, train=TRAIN, loss=None, weights=WEIGHTS, **place):
         gang = await self.runtime.start_gang(
             name,
             1,
             make_trainer,
             train=train,
             loss=loss or config.Loss(),
-            weights=WEIGHTS,
+            weights=weights,
             place=msgspec.structs.replace(self.place, **place),
             buffer=self.buffer.address,
         )
@@ -403,5 +404,21 @@ def test_a_threaded_trainer_answers_while_it_trains_and_computes_the_same(bench)
         assert ends[0] == ends[1]
         assert seen & {("beside", "forward"), ("beside", "backward")}
         assert not seen & {("alone", "forward"), ("alone", "backward")}
+
+    inline(body)
+
+
+def test_weights_travel_in_the_dtypes_that_an_engine_in_bf16_holds(bench):
+    async def body(runtime):
+        b = await bench(runtime)
+        whole = config.Weights(carrier="blob", dtype="bfloat16")
+        trainer = await b.start(weights=whole)
+        manifest = await trainer.call(20, Trainer.publish, 0)
+        found = fetch(manifest, open_carrier(whole, b.folder)).tensors
+        wanted = load_folder(Path(b.place.model_folder), dtype=torch.bfloat16).state_dict()
+        assert equal(found, wanted)
+        assert {name: tensor.dtype for name, tensor in found.items()} == {n: t.dtype for n, t in wanted.items()}
+        assert found["lm_head"].dtype == torch.float32
+        await trainer.call(20, Trainer.close)
 
     inline(body)
