@@ -163,7 +163,7 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _weights_travel_whole_enough(self) -> Self:
+    def _weights_arrive_as_computed(self) -> Self:
         if self.weights.dtype == "bfloat16" and self.engine.compute == "float32":
             raise ValueError(
                 "weights.dtype = 'bfloat16' with engine.compute = 'float32': the engine would compute with rounded"
