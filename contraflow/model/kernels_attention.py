@@ -64,13 +64,13 @@ def _keys(tables, at_L, end, head, HEADS: tl.constexpr, BS: tl.constexpr, DIM: t
 
 
 @triton.jit
-def _span(length, split, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr):
+def _span(length, split, splits, KEYS: tl.constexpr, WINDOW: tl.constexpr):
     """First seen position, and the positions that one split of the last token's keys begins and ends at."""
     first = length * 0
     if WINDOW:
         first = tl.maximum(length - WINDOW, 0)
     tile = first // KEYS
-    each = ((length + KEYS - 1) // KEYS - tile + SPLITS - 1) // SPLITS
+    each = ((length + KEYS - 1) // KEYS - tile + splits - 1) // splits
     begin = (tile + split * each) * KEYS
     return first, begin, tl.minimum(begin + each * KEYS, length)
 
@@ -87,17 +87,17 @@ def _with_sink(top, total, sinks, head, mask, SINKS: tl.constexpr):
     return gain / tl.where(total == 0.0, 1.0, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "table_stride"])
 def _decode(
-    q, layer, tables, lengths, sinks, out, parts, stats, table_stride, scale,
+    q, layer, tables, lengths, sinks, out, parts, stats, splits, table_stride, scale,
     GROUPS: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
-    BS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    BS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """One token's s query heads of one key/value head against a split of its keys, as matrix products."""
     group, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row).to(tl.int32)
-    first, begin, end = _span(length, split, KEYS, SPLITS, WINDOW)
+    first, begin, end = _span(length, split, splits, KEYS, WINDOW)
     share_R, d_D = tl.arange(0, ROWS), tl.arange(0, D)
     head_R = row.to(tl.int64) * (GROUPS * SHARE) + group * SHARE + share_R
     here_RD = (share_R < SHARE)[:, None] & (d_D < DIM)[None, :]
@@ -118,27 +118,27 @@ def _decode(
         total = total * kept + tl.sum(weights, 1)
         sum_RD = tl.dot(weights.to(v_LD.dtype), v_LD, sum_RD * kept[:, None], input_precision="ieee")
         top = higher
-    if SPLITS == 1:
+    if not SPLIT:
         gain = _with_sink(top, total, sinks, group * SHARE + share_R, share_R < SHARE, SINKS)
         tl.store(out + head_R[:, None] * DIM + d_D[None, :], sum_RD * gain[:, None], mask=here_RD)
     else:
-        part_R = head_R * SPLITS + split
+        part_R = head_R * splits + split
         tl.store(parts + part_R[:, None] * DIM + d_D[None, :], sum_RD, mask=here_RD)
         tl.store(stats + part_R * 2, top, mask=share_R < SHARE)
         tl.store(stats + part_R * 2 + 1, total, mask=share_R < SHARE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "table_stride"])
 def _decode_alone(
-    q, layer, tables, lengths, sinks, out, parts, stats, table_stride, scale,
+    q, layer, tables, lengths, sinks, out, parts, stats, splits, table_stride, scale,
     GROUPS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, BS: tl.constexpr, KEYS: tl.constexpr,
-    SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, STAGES: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """`_decode` for heads that share no keys: each place of a tile streams a softmax of its own, merged at the end,
     so that nothing but a sum over d leaves a thread's registers while keys arrive."""
     group, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + row).to(tl.int32)
-    first, begin, end = _span(length, split, KEYS, SPLITS, WINDOW)
+    first, begin, end = _span(length, split, splits, KEYS, WINDOW)
     d_D = tl.arange(0, D)
     head = row.to(tl.int64) * GROUPS + group
     q_D = tl.load(q + head * DIM + d_D, mask=d_D < DIM, other=0.0).to(tl.float32) * scale
@@ -161,11 +161,11 @@ def _decode_alone(
     top = tl.max(top_L, 0)
     kept_L = tl.exp2(top_L - top)
     total, sum_D = tl.sum(total_L * kept_L, 0), tl.sum(sum_LD * kept_L[:, None], 0)
-    if SPLITS == 1:
+    if not SPLIT:
         gain = _with_sink(top, total, sinks, group, True, SINKS)
         tl.store(out + head * DIM + d_D, sum_D * gain, mask=d_D < DIM)
     else:
-        part = head * SPLITS + split
+        part = head * splits + split
         tl.store(parts + part * DIM + d_D, sum_D, mask=d_D < DIM)
         tl.store(stats + part * 2, top)
         tl.store(stats + part * 2 + 1, total)
@@ -190,7 +190,7 @@ def _merge(
     tl.store(out + place * DIM + d_D, tl.sum(sum_SD * kept_S[:, None], 0) * gain, mask=d_D < DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "query_stride"])
 def _prefill(
     q, layer, tables, lengths, counts, queries, sinks, out, table_stride, query_stride, scale,
     GROUPS: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr,
@@ -250,19 +250,21 @@ def decode(q_BHd: Tensor, pages: Pages, seen: Seen, tiling: Tiling | None = None
     if splits > 1:
         parts = torch.empty(batch, heads, splits, dim, dtype=torch.float32, device=q_BHd.device)
         stats = torch.empty(batch, heads, splits, 2, dtype=torch.float32, device=q_BHd.device)
-    shape: dict[str, Any] = {"DIM": dim, "D": _padded(dim), "SPLITS": splits, "SINKS": seen.sinks_H is not None}
-    cut: dict[str, Any] = {"KEYS": tiling.keys, "STAGES": tiling.stages, "num_warps": tiling.warps}
+    shape: dict[str, Any] = {"DIM": dim, "D": _padded(dim), "SINKS": seen.sinks_H is not None}
+    cut: dict[str, Any] = {"SPLIT": splits > 1, "KEYS": tiling.keys, "STAGES": tiling.stages, "num_warps": tiling.warps}
     products = share > 1 or tiling.products
     grouped: dict[str, Any] = {"SHARE": share, "ROWS": _padded(share)} if products else {}
     sinks = q_BHd if seen.sinks_H is None else seen.sinks_H
     kernel = _decode if products else _decode_alone
     kernel[(pages.kv_heads, splits, batch)](
-        q_BHd, pages.layer, pages.tables_BN, pages.lengths_B, sinks, out, parts, stats,
+        q_BHd, pages.layer, pages.tables_BN, pages.lengths_B, sinks, out, parts, stats, splits,
         pages.tables_BN.stride(0), dim**-0.5 * LOG2E.value, GROUPS=pages.kv_heads, BS=pages.block_tokens,
         WINDOW=seen.window or 0, **grouped, **shape, **cut,
     )  # fmt: skip
     if splits > 1:
-        _merge[(heads, batch)](parts, stats, sinks, out, HEADS=heads, num_warps=1 if dim <= 128 else 2, **shape)
+        _merge[(heads, batch)](
+            parts, stats, sinks, out, HEADS=heads, SPLITS=splits, num_warps=1 if dim <= 128 else 2, **shape
+        )
     return out
 
 
@@ -275,7 +277,8 @@ def prefill(q_THd: Tensor, pages: Pages, fed: Fed, seen: Seen, tiling: Tiling | 
     out = torch.zeros_like(q_THd)  # a token that is nobody's stays finite
     batch, most = fed.queries_BQ.shape
     tiling = tiling or prefill_tiling(dim, q_THd.element_size())
-    rows = min(128 if tiling.warps >= 8 else 64, max(16, triton.next_power_of_2(most)))
+    # Exact products of fp32 are no work for tensor cores, and large tiles of them spill registers.
+    rows = 16 if most <= 16 or q_THd.element_size() == 4 else 16 * tiling.warps
     if not (batch and most and len(q_THd)):
         return out
     _prefill[(heads, triton.cdiv(most, rows), batch)](
