@@ -1,11 +1,15 @@
-"""What every engine does, held against each: the native one (both ways of stepping, and over ranks) and the twin."""
+"""What every engine does, held against each: the native one (both ways of stepping, and over ranks), the scripted twin,
+and a served one over the twin of its server."""
 
 import asyncio
+import itertools
 import math
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +27,16 @@ from contraflow.rollout.scripted import ScriptedEngine
 from contraflow.types import Probe, Request, Span, StopReason, Version
 from contraflow.weights.probe import make_probe, probe_prompts
 from tests.rollout.gangs import Gang, Spec
+from tests.rollout.served_lab import (
+    VLLM_MODEL,
+    VLLM_PYTHON,
+    model_folder,
+    over_twins,
+    over_url,
+    served_section,
+    vllm_section,
+    vllm_server,
+)
 
 V1, V2, V3 = Version(1, 1), Version(1, 2), Version(1, 3)
 CONTEXT, VOCAB = 256, 24
@@ -51,6 +65,7 @@ class Lab:
     make: Callable[[Policy, Version | None], Engine]
     good: Callable[[int], Release]  # weights of a seed, with their own probe
     torn: Callable[[int], Release]  # weights that the probe is not of
+    routes: bool = True
 
 
 def section_of(policy: Policy, **parallel: Any) -> EngineSection:
@@ -74,9 +89,33 @@ def spread(gang: Gang, ep: int) -> Lab:
     return Lab(make, *releases())
 
 
-def releases() -> tuple[Callable[[int], Release], Callable[[int], Release]]:
+def served(place: Path) -> Lab:
+    made = itertools.count()
+
+    def make(policy: Policy, version: Version | None) -> Engine:
+        return over_twins(CONFIG, place / str(next(made)), section=served_section(policy), version=version).engine
+
+    return Lab(make, *releases())
+
+
+@pytest.fixture(scope="module")
+def vllm_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """One real server for all tests of this file; each attaches an engine of its own to it."""
+    if VLLM_PYTHON not in os.environ:
+        pytest.skip(f"{VLLM_PYTHON} names no interpreter that has vLLM")
+    place, gpu = tmp_path_factory.mktemp("vllm"), torch.cuda.is_available()
+    folder = model_folder(VLLM_MODEL, place / "model")
+    with vllm_server(vllm_section(gpu=gpu), folder, place / "log") as url:
+
+        def make(policy: Policy, version: Version | None) -> Engine:
+            return over_url(url, vllm_section(policy, gpu=gpu), VLLM_MODEL, folder, version)
+
+        yield Lab(make, *releases(VLLM_MODEL), routes=gpu)
+
+
+def releases(config: ModelConfig = CONFIG) -> tuple[Callable[[int], Release], Callable[[int], Release]]:
     def good(seed: int) -> Release:
-        decoder = new_decoder(CONFIG, seed=seed, std=0.3)
+        decoder = new_decoder(config, seed=seed, std=0.3)
         prompts = probe_prompts(VOCAB, prompts=3, tokens=9, seed=seed)
         return dict(decoder.state_dict()), make_probe(decoder, prompts, 1e-3)
 
@@ -110,6 +149,10 @@ def scripted() -> Lab:
     return Lab(make, lambda seed: release(seed, seed), lambda seed: release(seed, seed + 1))
 
 
+LATER = [
+    pytest.param("native-gang-ep", marks=pytest.mark.slow),
+    pytest.param("served-vllm", marks=[pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(400)]),
+]
 LABS = {"native-thread": native("thread"), "native-inline": native("inline"), "scripted": scripted()}
 
 
@@ -120,10 +163,15 @@ def gang() -> Iterator[Gang]:
     two.close()
 
 
-@pytest.fixture(params=[*LABS, "native-gang", pytest.param("native-gang-ep", marks=pytest.mark.slow)])
+@pytest.fixture(params=[*LABS, "served", "native-gang", *LATER])
 def lab(request: pytest.FixtureRequest) -> Lab:
     if request.param in LABS:
         return LABS[request.param]
+    if request.param == "served-vllm":
+        real: Lab = request.getfixturevalue("vllm_lab")
+        return real
+    if request.param == "served":
+        return served(request.getfixturevalue("tmp_path"))
     return spread(request.getfixturevalue("gang"), ep=2 if request.param.endswith("ep") else 1)
 
 
@@ -138,7 +186,7 @@ async def opened(lab: Lab, policy: Policy = "keep", version: Version | None = V1
 
 def run(body: Callable[[], Awaitable[None]]) -> None:
     async def bounded() -> None:
-        await asyncio.wait_for(body(), 60)
+        await asyncio.wait_for(body(), 90)
 
     asyncio.run(bounded())
 
@@ -270,6 +318,9 @@ def test_the_same_seed_gives_the_same_tokens_alone_or_in_a_crowd_and_another_see
 
 
 def test_experts_are_given_for_every_token_but_the_last_when_asked(lab: Lab) -> None:
+    if not lab.routes:
+        pytest.skip("this server records no routes")
+
     async def body() -> None:
         async with opened(lab) as engine:
             answer = await engine.generate(ask(prompt=(1, 2, 3, 4, 5), new=7, want_routes=True))
@@ -285,8 +336,8 @@ def test_abort_gives_what_there_is_and_unknown_ids_pass(lab: Lab) -> None:
     async def body() -> None:
         async with opened(lab) as engine:
             names = ("a", "b", "c")
-            tasks = [asyncio.create_task(engine.generate(ask(n, new=240, want_routes=True))) for n in names]
-            await tokens_flow(engine, 6)
+            tasks = [asyncio.create_task(engine.generate(ask(n, new=240, want_routes=lab.routes))) for n in names]
+            await tokens_flow(engine, 30)
             await engine.abort(["a", "nobody", "c"])
             for task in (tasks[0], tasks[2]):
                 answer = await task
@@ -359,10 +410,10 @@ def test_a_swap_in_mid_generation_is_recorded_token_by_token(lab: Lab, policy: P
     async def body() -> None:
         async with opened(lab, policy) as engine:
             tasks = [asyncio.create_task(engine.generate(ask(f"t{i}", new=240, seed=i))) for i in range(3)]
-            await tokens_flow(engine, 9)
+            await tokens_flow(engine, 60)
             await engine.swap(V2, *lab.good(7))
             assert engine.version == V2
-            await tokens_flow(engine, 9)
+            await tokens_flow(engine, 60)
             await engine.swap(V3, *lab.good(8))
             for answer in await asyncio.gather(*tasks):
                 assert [s.version for s in answer.spans] == [V1, V2, V3]

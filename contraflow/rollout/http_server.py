@@ -1,0 +1,125 @@
+"""A small HTTP/1.1 server: the other end of `http.py`, for twins of servers.
+
+Takes a handler that turns a parsed request into JSON, or into a stream of server-sent events; h11 does the protocol.
+One request a connection. A client that hangs up cancels what is done for it.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import h11
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request. `body` is the parsed JSON, None if there was none; header names are in lower case."""
+
+    method: str
+    path: str
+    query: dict[str, str]
+    headers: dict[str, str]
+    body: Any
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer: `body` as JSON; or `events`, each as JSON, then `[DONE]`."""
+
+    status: int = 200
+    body: Any = None
+    events: AsyncIterator[Any] | None = field(default=None, compare=False)
+
+
+class HttpServer:
+    """Listens on one address while it is open."""
+
+    def __init__(self, handle: Callable[[Ask], Awaitable[Reply]]) -> None:
+        self._handle = handle
+        self._server: asyncio.Server | None = None
+        self._serving: set[asyncio.Task[None]] = set()
+
+    async def open(self, socket: Path | None = None) -> str:
+        """Begin to listen, at a path or on a free port of this host; the address for `HttpClient`."""
+        if socket is not None:
+            self._server = await asyncio.start_unix_server(self._serve, socket)
+            return f"unix:{socket}"
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return f"http://{host}:{port}"
+
+    async def close(self) -> None:
+        """Stop listening and hang up on everybody, as a server does that dies."""
+        if self._server is not None:
+            self._server.close()
+        for task in list(self._serving):
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        try:
+            protocol = h11.Connection(h11.SERVER)
+            ask = await _read(protocol, reader)
+            answering = asyncio.create_task(self._answer(protocol, ask, writer))
+            gone = asyncio.create_task(reader.read(1))  # nothing more is due, so this ends when the client does
+            try:
+                await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for part in (answering, gone):
+                    part.cancel()
+                await asyncio.gather(answering, gone, return_exceptions=True)
+        except (OSError, EOFError, h11.RemoteProtocolError):
+            pass  # whoever asked has gone, or spoke no HTTP: there is nobody to tell
+        except asyncio.CancelledError:
+            writer.transport.abort()
+        finally:
+            self._serving.discard(task)
+            writer.close()
+
+    async def _answer(self, protocol: h11.Connection, ask: Ask, writer: asyncio.StreamWriter) -> None:
+        reply = await self._handle(ask)
+        kind = "application/json" if reply.events is None else "text/event-stream"
+        head = h11.Response(
+            status_code=reply.status, headers=[("Content-Type", kind), ("Connection", "close")], reason=b""
+        )
+        writer.write(protocol.send(head) or b"")
+        if reply.events is None:
+            data = b"" if reply.body is None else json.dumps(reply.body).encode()
+            writer.write(protocol.send(h11.Data(data=data)) or b"")
+        else:
+            async for event in reply.events:
+                writer.write(protocol.send(h11.Data(data=b"data: " + json.dumps(event).encode() + b"\n\n")) or b"")
+                await writer.drain()
+            writer.write(protocol.send(h11.Data(data=b"data: [DONE]\n\n")) or b"")
+        writer.write(protocol.send(h11.EndOfMessage()) or b"")
+        with suppress(OSError):  # a client that hangs up has what it wanted
+            await writer.drain()
+
+
+async def _read(protocol: h11.Connection, reader: asyncio.StreamReader) -> Ask:
+    head: h11.Request | None = None
+    body = b""
+    while True:
+        event = protocol.next_event()
+        if event is h11.NEED_DATA:
+            protocol.receive_data(await reader.read(1 << 16))
+        elif isinstance(event, h11.Request):
+            head = event
+        elif isinstance(event, h11.Data):
+            body += bytes(event.data)
+        elif isinstance(event, h11.EndOfMessage):
+            break
+        else:
+            raise EOFError("the connection closed")
+    assert head is not None, "an end comes after a beginning"
+    target = urlsplit(head.target.decode())
+    headers = {name.decode().lower(): value.decode() for name, value in head.headers}
+    return Ask(head.method.decode(), target.path, dict(parse_qsl(target.query)), headers, json.loads(body or b"null"))
