@@ -195,14 +195,20 @@ def launch(
 
 def candidates(name: str, rows: int) -> Iterator[Tile]:
     """Tiles of so many rows that fit in shared memory and registers."""
-    for cols, depth, warps, stages in itertools.product((32, 64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4, 5)):
+    stages = {64: (3, 5), 128: (3,), 256: (3,)}
+    for cols, depth, warps, bulk, turned in itertools.product(
+        (32, 64, 128, 256), stages, (4, 8), (False, True), (False, True)
+    ):
         outputs = cols * (2 if name == "hidden" else 1)
-        shared = (outputs + rows) * depth * 2 * stages
-        if not 40 << 10 <= shared <= MOST_SHARED or outputs > 256 or depth * cols > 16384:
-            continue  # too little on its way to hide the memory's latency, or no room
-        if (warps == 8) != (rows * outputs > 8192) or (depth == 256 and rows > 32) or (stages == 2 and rows < 128):
+        if turned and (rows > 64 or cols < 64):
+            continue  # no fuller than as they lie
+        if rows * outputs > 128 * 256 or outputs > 256 or depth * cols > 16384 or (depth == 256 and rows > 32):
             continue
-        yield from (Tile(cols, depth, warps, stages, bulk) for bulk in (False, True))
+        if (warps == 4 and rows * outputs > 8192) or (warps == 8 and rows * outputs < 8192):
+            continue
+        for count in stages[depth]:
+            if 40 << 10 <= (outputs + rows) * depth * 2 * count <= MOST_SHARED:  # enough on its way; and room for it
+                yield Tile(cols, depth, warps, count, bulk, turned)
 
 
 def near(batch: Case) -> list[int]:

@@ -20,6 +20,7 @@ class Tile(NamedTuple):
     """What one program of a matmul makes at a time: `cols` outputs of a block's rows, `depth` terms of each a step.
 
     `bulk`: weights are fetched by the tensor memory accelerator (Hopper and later), where their rows are aligned to it.
+    `turned`: products are taken as weights times tokens, which fills matrix units that want 64 rows with few tokens.
     """
 
     cols: int
@@ -27,6 +28,7 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     bulk: bool = False
+    turned: bool = False
 
 
 class Form(NamedTuple):
@@ -95,6 +97,7 @@ def constants(rows: int, tile: Tile, wide: int, deep: int, choices: int) -> dict
     return {
         "CHOICES": choices, "ROWS": rows, "COLS": tile.cols, "DEPTH": tile.depth,
         "EVEN": wide % tile.cols == 0 and deep % tile.depth == 0, "BULK": tile.bulk and deep % 8 == 0,
+        "TURNED": tile.turned,
         "num_warps": tile.warps, "num_stages": tile.stages,
     }  # fmt: skip
 
@@ -109,7 +112,7 @@ def align(ids_TK: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor]:
     most = min(pairs, pairs // rows + min(pairs, experts))  # every expert's last block may be short
     order_P = torch.empty(pairs, dtype=torch.int32, device=ids_TK.device)
     blocks_3B = torch.empty(3, most, dtype=torch.int32, device=ids_TK.device)
-    chunk = min(4096, max(128, triton.next_power_of_2(pairs)))
+    chunk = min(4096, max(512, triton.next_power_of_2(pairs)))
     bins = max(64, triton.next_power_of_2(experts + 1))
     _align[(experts + 1,)](ids_TK, order_P, blocks_3B, pairs, most, rows, bins, chunk, num_warps=8)
     return order_P, blocks_3B
@@ -155,7 +158,7 @@ def _align(
 def _hidden(
     x_TD, weight_E2FD, hidden_PF, order_P, blocks_3B, most, dim, ffn,
     CHOICES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
-    EVEN: tl.constexpr, BULK: tl.constexpr,
+    EVEN: tl.constexpr, BULK: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """`silu(gate) * up` of a block's pairs, by place in `order_P`. Blocks of an expert run together and share reads."""
     block, tile = tl.program_id(0) % most, tl.program_id(0) // most
@@ -171,8 +174,8 @@ def _hidden(
         if not BULK:
             gate_at = weight_E2FD + (gate_row + tl.arange(0, COLS)).to(tl.int64)[:, None] * dim + deep[None, :]
             up_at = gate_at + ffn * dim
-        gate = tl.zeros([ROWS, COLS], tl.float32)
-        up = tl.zeros([ROWS, COLS], tl.float32)
+        gate = tl.zeros([COLS, ROWS] if TURNED else [ROWS, COLS], tl.float32)
+        up = tl.zeros([COLS, ROWS] if TURNED else [ROWS, COLS], tl.float32)
         for first in range(0, dim, DEPTH):
             inside = (first + deep < dim)[None, :]
             x = tl.load(x_at + first, real[:, None] if EVEN else real[:, None] & inside, other=0.0)
@@ -184,9 +187,10 @@ def _hidden(
             else:
                 gate_weight = tl.load(gate_at + first, fits[:, None] & inside, other=0.0)
                 up_weight = tl.load(up_at + first, fits[:, None] & inside, other=0.0)
-            gate = tl.dot(x, gate_weight.T, gate)
-            up = tl.dot(x, up_weight.T, up)
+            gate = tl.dot(gate_weight, x.T, gate) if TURNED else tl.dot(x, gate_weight.T, gate)
+            up = tl.dot(up_weight, x.T, up) if TURNED else tl.dot(x, up_weight.T, up)
         hidden = gate * tl.sigmoid(gate) * up
+        hidden = hidden.T if TURNED else hidden
         at = hidden_PF + place[:, None] * ffn + col[None, :]
         tl.store(at, hidden.to(hidden_PF.dtype.element_ty), real[:, None] & fits[None, :])
 
@@ -196,7 +200,7 @@ def _answers(
     hidden_PF, weight_EDF, weights_P, answers_PD, order_P, blocks_3B, most,
     dim, ffn,
     CHOICES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
-    EVEN: tl.constexpr, BULK: tl.constexpr,
+    EVEN: tl.constexpr, BULK: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """`down(hidden)` times the router's weight, of a block's pairs, by pair."""
     block, tile = tl.program_id(0) % most, tl.program_id(0) // most
@@ -211,7 +215,7 @@ def _answers(
         weight_row = expert * dim + tile * COLS
         if not BULK:
             weight_at = weight_EDF + (weight_row + tl.arange(0, COLS)).to(tl.int64)[:, None] * ffn + deep[None, :]
-        answer = tl.zeros([ROWS, COLS], tl.float32)
+        answer = tl.zeros([COLS, ROWS] if TURNED else [ROWS, COLS], tl.float32)
         for first in range(0, ffn, DEPTH):
             inside = (first + deep < ffn)[None, :]
             hidden = tl.load(hidden_at + first, real[:, None] if EVEN else real[:, None] & inside, other=0.0)
@@ -221,7 +225,8 @@ def _answers(
                 weight = tl.load(weight_at + first)
             else:
                 weight = tl.load(weight_at + first, fits[:, None] & inside, other=0.0)
-            answer = tl.dot(hidden, weight.T, answer)
+            answer = tl.dot(weight, hidden.T, answer) if TURNED else tl.dot(hidden, weight.T, answer)
+        answer = answer.T if TURNED else answer
         answer *= tl.load(weights_P + pair, real, other=0.0)[:, None]
         at = answers_PD + pair[:, None] * dim + col[None, :]
         tl.store(at, answer.to(answers_PD.dtype.element_ty), real[:, None] & fits[None, :])
