@@ -34,7 +34,7 @@ from contraflow.config import Weights
 from contraflow.model.decoder import Decoder, new_decoder
 from contraflow.model.families import ModelConfig
 from contraflow.rollout.native import NativeEngine
-from contraflow.rollout.refresh import Refresher
+from contraflow.rollout.refresh import ChunkFetcher, Refresher
 from contraflow.types import Manifest, Request, Version
 from contraflow.weights import open_carrier
 from contraflow.weights.manifest import expect
@@ -145,7 +145,7 @@ async def _serve(size: str, folder: Path, orders: Connection) -> None:
     refreshers = {
         way: Refresher(
             engine,
-            open_carrier(Weights(carrier=way), folder),
+            ChunkFetcher(open_carrier(Weights(carrier=way), folder)),
             clock=time.perf_counter,
             expected=expected,
         )

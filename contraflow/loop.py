@@ -163,7 +163,9 @@ class Loop:
             manifest = self.newest
             report = await worker.call(section.refresh_deadline_s, RolloutWorker.refresh, manifest)
             self._record("refresh", worker=name, **msgspec.to_builtins(report))
-            if not report.served and self.newest.version > manifest.version:
+            if report.gone:  # the trainer has a newer one, of which word is on its way here
+                await self._until(lambda: self._newer(manifest), f"refresh of {name}", "a newer manifest")  # noqa: B023
+            if not report.served and self._newer(manifest):
                 continue  # overtaken while it waited
             if not report.served:
                 raise CarrierError(f"{name} refused version {manifest.version}: {report.reason}")
@@ -258,6 +260,9 @@ class Loop:
 
     def _behind(self, name: str) -> bool:
         return name not in self.served or self.served[name] < self.newest.version
+
+    def _newer(self, manifest: Manifest) -> bool:
+        return self.newest.version > manifest.version
 
     def _look_due(self, name: str, n: int) -> bool:
         run = self.recipe.run

@@ -7,6 +7,7 @@ anything: that is loop.py.
 import fcntl
 import os
 import shutil
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from contraflow.model.builtin import model_folder
 from contraflow.model.folder import read_config
 from contraflow.parallel.devices import check_device, first_gpu, visible_gpus, worker_setting
 from contraflow.parallel.layout import check_fit
+from contraflow.rollout.intake import Route
 from contraflow.rollout.preflight import check_tasks
 from contraflow.rollout.worker import RolloutWorker, make_rollout_rank, make_rollout_worker
 from contraflow.runtime import open_runtime
@@ -51,6 +53,7 @@ class System:
     manifest: Manifest
     rollouts: dict[str, Ref[RolloutWorker]] = field(default_factory=dict)
     note: str = ""  # what a person should know about how it started
+    starts: Counter[str] = field(default_factory=Counter)  # of rollout workers, by name
 
     async def start_rollout(self, name: str) -> None:
         """Start rollout worker `name`, or start it again after its death; it serves nothing until refreshed."""
@@ -67,11 +70,29 @@ class System:
             buffer=self.buffer.address,
             stepping="inline" if recipe.runtime.kind == "inline" else "thread",
         )
+        if recipe.weights.carrier == "collective":
+            plan["route"] = await self._route_to(name)
         if ranks == 1:
             self.rollouts[name] = await self.runtime.start(name, make_rollout_worker, **plan)
         else:
             gang: Gang[Any] = await self.runtime.start_gang(name, ranks, make_rollout_rank, **plan)
             self.rollouts[name] = gang.refs[0]
+            mates = tuple(ref.address for ref in gang.refs[1:])
+            await self.rollouts[name].call(START_S, RolloutWorker.lead, mates)
+
+    async def _route_to(self, name: str) -> Route:
+        """The way from the trainer's ranks to the engine of `name`, made anew each time that it is started."""
+        self.starts[name] += 1
+        links = await self.trainer.call(START_S, Trainer.link, name, self.starts[name])
+        return Route(
+            link=links[0],
+            trainers=tuple(ref.address for ref in self.trainer.refs),
+            parallel=self.recipe.train.parallel,
+            device=self.recipe.train.device,
+            dtype=self.recipe.weights.dtype,
+            bucket_bytes=self.recipe.weights.bucket_bytes,
+            deadline_s=self.recipe.weights.refresh_deadline_s,
+        )
 
     def _engine_of(self, name: str) -> Engine:
         """The engine's settings for one of the workers, on the GPUs that are its own."""
@@ -232,6 +253,7 @@ async def _start(recipe: Recipe, folder: Path, runtime: Runtime, *, resume: bool
             proof=recipe.engine.compute,
         ),
         buffer=buffer.address,
+        engine=recipe.engine,
     )
     manifest = (await trainer.call(START_S, Trainer.publish, first_step))[0]
     assert manifest is not None, "rank 0 answers for all"

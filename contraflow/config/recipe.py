@@ -102,11 +102,12 @@ class Train(Section):
 class Weights(Section):
     """How a version travels from trainer to engine, and how its arrival is proven."""
 
-    carrier: Literal["memory", "blob"] = "memory"  # shared memory of one host, or a folder or S3
+    carrier: Literal["memory", "blob", "collective"] = "memory"  # see docs/weights.md
     url: str = ""  # for `blob`: a folder or s3://bucket/prefix; empty is RUN/weights
     chunk_bytes: Count = 1 << 20  # one digest each
     dtype: Compute = "float32"  # as which weights travel, but for router and head, which stay float32
     full_every: Count = 1  # versions from one that travels whole to the next; those between travel as what changed
+    bucket_bytes: Annotated[int, Field(ge=64, le=1 << 29)] = 1 << 26  # the same for `collective`
     probe_prompts: Count = 4  # random token rows whose log-probabilities must arrive
     probe_tokens: Count = 16  # of each
     probe_tolerance: Annotated[float, Field(gt=0)] = 1e-3  # largest difference that still counts as equal
@@ -168,6 +169,27 @@ class Recipe(Section):
             raise ValueError(
                 "weights.dtype = 'bfloat16' with engine.compute = 'float32': the engine would compute with rounded"
                 " weights and fail the proof of every version; use engine.compute = 'bfloat16', or send 'float32'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _parts_have_a_way(self) -> Self:
+        if self.weights.carrier != "collective":
+            return self
+        wrong = []
+        if self.runtime.kind == "inline":
+            wrong.append("runtime.kind = 'inline' is one process; use 'local'")
+        if self.engine.kind != "native":
+            wrong.append(f"engine.kind = {self.engine.kind!r} takes no parts of tensors; use 'native'")
+        if self.engine.replace_every:
+            wrong.append(f"engine.replace_every = {self.engine.replace_every} moves experts between ranks; use 0")
+        if self.weights.full_every != 1:
+            wrong.append(f"weights.full_every = {self.weights.full_every} makes deltas of whole versions; use 1")
+        if wrong:
+            raise ValueError(
+                "weights.carrier = 'collective' sends each rank its part: "
+                + "; ".join(wrong)
+                + "; or use another carrier"
             )
         return self
 

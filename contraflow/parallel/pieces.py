@@ -39,9 +39,9 @@ def shapes(config: ModelConfig) -> dict[str, Shape]:
     return {name: tuple(weight.shape) for name, weight in Decoder(config, device="meta").named_parameters()}
 
 
-def dtypes(config: ModelConfig, compute: torch.dtype) -> dict[str, torch.dtype]:
-    """Decoder tensor name -> dtype of what an engine that computes in `compute` holds, in the decoder's order."""
-    decoder = Decoder(config, dtype=compute, device="meta")
+def dtypes(config: ModelConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Decoder tensor name -> dtype in a decoder of `dtype`, whose router and head stay fp32; in the decoder's order."""
+    decoder = Decoder(config, dtype=dtype, device="meta")
     return {name: weight.dtype for name, weight in decoder.named_parameters()}
 
 

@@ -9,14 +9,16 @@ from contextlib import suppress
 from contraflow.errors import CarrierError, DeadlineExceeded, WorkerDied
 from contraflow.parallel.mesh import Mesh
 from contraflow.rollout.core import EngineCore
+from contraflow.rollout.intake import Intake
 from contraflow.rollout.orders import Abort, Beat, Broken, Ended, Order, Reply, Step, Stop, Submit, Swap
 from contraflow.rollout.parts import share_parts
 from contraflow.rollout.star import LEADER, Star
 
 
-def follow(core: EngineCore, star: Star, mesh: Mesh) -> None:
+def follow(core: EngineCore, star: Star, mesh: Mesh, intake: Intake | None = None) -> None:
     """Returns when the leader says stop. Raises WorkerDied or DeadlineExceeded when it is gone or silent, and
-    whatever else goes wrong.
+    whatever else goes wrong. `intake` has this rank's part of a version when it is to be swapped in; None: the leader
+    has them all.
     """
     try:
         order: Order
@@ -29,7 +31,7 @@ def follow(core: EngineCore, star: Star, mesh: Mesh) -> None:
             elif isinstance(order, Swap):
                 if core.slots is not None:
                     core.slots.take_loads(mesh.world)
-                parts = share_parts(None, core.weights, mesh=mesh)
+                parts = share_parts(None, core.weights, mesh=mesh) if intake is None else intake.take(order.version)
                 with suppress(CarrierError):  # all ranks go on with the old version, and the leader says so
                     core.swap(order.version, parts, order.probe)
             elif isinstance(order, Beat):

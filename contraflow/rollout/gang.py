@@ -49,11 +49,21 @@ class GangCore:
     """
 
     def __init__(
-        self, core: EngineCore, star: Star, mesh: Mesh, *, clock: Clock, on_broken: Callable[[str], None]
+        self,
+        core: EngineCore,
+        star: Star,
+        mesh: Mesh,
+        *,
+        clock: Clock,
+        on_broken: Callable[[str], None],
+        whole: bool = True,
     ) -> None:
-        """`core` is this rank's, made with the peers of the same `star`; `on_broken` is told once, and why."""
+        """`core` is this rank's, made with the peers of the same `star`; `on_broken` is told once, and why.
+
+        `whole`: versions come to this rank whole, to be shared out. If not, each rank has been brought its own part.
+        """
         self._core, self._star, self._mesh, self._clock = core, star, mesh, clock
-        self._on_broken = on_broken
+        self._on_broken, self._whole = on_broken, whole
         self._shapes = shapes(core.config)
         self._placer: Placer | None = None
         if core.slots is not None:
@@ -137,14 +147,17 @@ class GangCore:
         """See `Engine.swap`: all ranks go over to the new version, or none. Raises EngineError when a rank was lost."""
         self._refuse_if_broken()
         self._began = start = self._clock()
-        check_whole(tensors, self._shapes)
+        if self._whole:
+            check_whole(tensors, self._shapes)
         try:
             with self._core.account.charge("swap"):
                 for rank in self._star.others:
                     self._star.tell(rank, Swap(version, probe))
                 laid = self._lay_out()
-                part = cutter(tensors, self._core.config, self._mesh.parallel, laid)
-                parts = share_parts(part, self._core.weights, mesh=self._mesh)
+                parts = dict(tensors)
+                if self._whole:
+                    part = cutter(tensors, self._core.config, self._mesh.parallel, laid)
+                    parts = share_parts(part, self._core.weights, mesh=self._mesh)
             self._core.swap(version, parts, probe)
             if self._placer is not None:
                 self._placer.accept(laid)

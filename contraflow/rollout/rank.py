@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from contraflow.config import Engine as EngineSection
 from contraflow.dispatch.base import Phase
-from contraflow.errors import DeadlineExceeded
+from contraflow.errors import CarrierError, DeadlineExceeded
 from contraflow.model.decoder import Decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.folder import open_folder, read_config
@@ -31,12 +32,13 @@ from contraflow.parallel.spread import cut_decoder, settle
 from contraflow.rollout.core import EngineCore
 from contraflow.rollout.follow import follow
 from contraflow.rollout.gang import GangCore, GangEngine
+from contraflow.rollout.intake import Intake, run_aside
 from contraflow.rollout.passes import bucket
 from contraflow.rollout.settle import StarPeers
 from contraflow.rollout.star import Star, open_star
 from contraflow.runtime.base import Host, Rendezvous
 from contraflow.telemetry import Clock
-from contraflow.types import Version
+from contraflow.types import Manifest, Version
 
 
 @dataclass(frozen=True)
@@ -131,21 +133,28 @@ def _read(files: TensorFiles, there: list[Part], whole: Shape, shard: Shard | No
     return torch.cat(found, shard.dim)
 
 
-def led_engine(rank: Rank, *, clock: Clock, on_broken: Callable[[str], None]) -> GangEngine:
-    """The engine over all ranks, on rank 0; closing it leaves them. `on_broken` is told if one is lost, and why."""
-    return GangEngine(GangCore(rank.core, rank.star, rank.mesh, clock=clock, on_broken=on_broken), rank.leave)
+def led_engine(rank: Rank, *, clock: Clock, on_broken: Callable[[str], None], whole: bool = True) -> GangEngine:
+    """The engine over all ranks, on rank 0; closing it leaves them. Keywords as for `GangCore`."""
+    core = GangCore(rank.core, rank.star, rank.mesh, clock=clock, on_broken=on_broken, whole=whole)
+    return GangEngine(core, rank.leave)
 
 
 class EngineRank:
     """A worker that computes for the worker of rank 0, on a thread of its own, and gives up when that is gone."""
 
-    def __init__(self, rank: Rank, host: Host) -> None:
-        self._rank, self._host = rank, host
+    def __init__(self, rank: Rank, host: Host, intake: Intake | None = None) -> None:
+        self._rank, self._host, self._intake = rank, host, intake
         # Each thread has its own OpenMP setting and its own current GPU.
         self._thread = threading.Thread(
             target=self._run, args=(torch.get_num_threads(), same_gpu()), name="contraflow-engine", daemon=True
         )
         self._thread.start()
+
+    async def receive(self, manifest: Manifest) -> None:
+        """See `Mate`."""
+        if self._intake is None:
+            raise CarrierError(f"{self._host.name} has no link to the trainer: its leader is given whole versions")
+        await run_aside(partial(self._intake.receive, manifest))
 
     async def close(self) -> None:
         """Wait for the leader to say stop. Raises DeadlineExceeded when it does not."""
@@ -159,6 +168,6 @@ class EngineRank:
         torch.set_num_threads(threads)
         enter_gpu()
         try:
-            follow(self._rank.core, self._rank.star, self._rank.mesh)
+            follow(self._rank.core, self._rank.star, self._rank.mesh, self._intake)
         except Exception as fault:  # noqa: BLE001 - a rank that cannot go on is of no use, whatever it is
             self._host.give_up(f"{type(fault).__name__}: {fault}")

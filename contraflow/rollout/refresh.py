@@ -5,7 +5,7 @@ copy and the probe stop it, inside `Engine.swap`. Does not decide when to refres
 """
 
 import asyncio
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -29,7 +29,38 @@ class RefreshReport(msgspec.Struct, frozen=True, kw_only=True):
     stall_s: float = 0.0  # in which the engine could run no step
     served: bool
     reason: str = ""
+    gone: bool = False  # it was replaced before it could be read: a newer one is published, or about to be
     differs: str = ""  # in what the engine computes unlike the trainer, if in anything
+
+
+class Fetcher(Protocol):
+    """How a version comes here, by whatever carrier."""
+
+    @property
+    def kind(self) -> str:
+        """The carrier, for people."""
+        ...
+
+    async def fetch(self, manifest: Manifest, expected: Expected | None) -> Fetched:
+        """Bring a version and prove its bytes; with `expected`, first make sure that the engine can take it.
+
+        Raises: CarrierError or BlobError if it did not arrive whole or does not fit, VersionGone if it is retired.
+        """
+        ...
+
+
+class ChunkFetcher:
+    """Loads whole versions, chunk by chunk, on a thread or on the calling one (`inline`: for runs that must repeat)."""
+
+    def __init__(self, carrier: Carrier, fetching: Literal["thread", "inline"] = "thread") -> None:
+        self.kind = carrier.kind
+        self._carrier, self._fetching = carrier, fetching
+
+    async def fetch(self, manifest: Manifest, expected: Expected | None) -> Fetched:
+        """See `Fetcher`."""
+        if self._fetching == "inline":
+            return fetch(manifest, self._carrier, expected)
+        return await asyncio.to_thread(fetch, manifest, self._carrier, expected)
 
 
 class Refresher:
@@ -43,26 +74,24 @@ class Refresher:
     def __init__(
         self,
         engine: Engine,
-        carrier: Carrier,
+        fetcher: Fetcher,
         *,
         clock: Clock,
         expected: Expected | None = None,
-        fetching: Literal["thread", "inline"] = "thread",
         deadline_s: float = 30.0,
         wire: str = "same",
     ) -> None:
         """`expected`: what the engine can take, checked before anything is loaded (the engine checks again itself).
 
-        `fetching` "inline" loads on the calling thread: for runs that must be deterministic. `deadline_s` bounds one
-        refresh, waiting for its turn included. `wire` is the precision in which the engine's tokens travel to experts.
+        `deadline_s` bounds one refresh, waiting for its turn included. `wire` is the precision in which the engine's
+        tokens travel to experts.
         """
         if deadline_s <= 0:
             raise ConfigError(f"deadline_s = {deadline_s}: a refresh needs more than 0 seconds")
         self._engine = engine
-        self._carrier = carrier
+        self._fetcher = fetcher
         self._clock = clock
         self._expected = expected
-        self._fetching = fetching
         self._deadline_s = deadline_s
         self._wire = wire
         self._turn = asyncio.Lock()
@@ -94,11 +123,12 @@ class Refresher:
 
     async def _bring(self, manifest: Manifest) -> RefreshReport:
         version, began = manifest.version, self._clock()
-        self._doing = f"the {self._carrier.kind} carrier to give version {version}"
+        self._doing = f"the {self._fetcher.kind} carrier to give version {version}"
         try:
-            fetched = await self._fetch(manifest)
+            fetched = await self._fetcher.fetch(manifest, self._expected)
         except VersionGone as gone:
-            return RefreshReport(version=version, fetch_s=self._clock() - began, served=False, reason=str(gone))
+            fetch_s = self._clock() - began
+            return RefreshReport(version=version, fetch_s=fetch_s, served=False, reason=str(gone), gone=True)
         brought: dict[str, Any] = {
             "bytes": total_bytes(manifest.tensors),
             "moved": fetched.arrival.moved,
@@ -114,11 +144,6 @@ class Refresher:
         if manifest.wire != self._wire:
             differs = f"tokens travel to experts as {self._wire!r} in the engine, as {manifest.wire!r} in the trainer"
         return RefreshReport(version=version, **brought, stall_s=stall_s, served=True, differs=differs)
-
-    async def _fetch(self, manifest: Manifest) -> Fetched:
-        if self._fetching == "inline":
-            return fetch(manifest, self._carrier, self._expected)
-        return await asyncio.to_thread(fetch, manifest, self._carrier, self._expected)
 
     async def _swap(self, fetched: Fetched) -> float:
         manifest = fetched.manifest

@@ -25,7 +25,7 @@ from contraflow.rollout.engine import Engine
 from contraflow.rollout.episode import Limits, Stage, broken_episode, play
 from contraflow.rollout.guard import make_guard
 from contraflow.rollout.pupil import Pupil
-from contraflow.rollout.refresh import Refresher, RefreshReport
+from contraflow.rollout.refresh import ChunkFetcher, Refresher, RefreshReport
 from contraflow.rollout.report import EvalReport, GroupSummary, RolloutReport, count_stops, judge, summarise
 from contraflow.rollout.scripted import ScriptedEngine
 from contraflow.runtime.base import Address, Host, Ref, Rendezvous
@@ -39,6 +39,7 @@ _MOST_BARREN = 64  # groups in a row without one whole episode; then something i
 _CAUSES = ("rest", "refresh", "evaluate", "play")  # what the worker is charged for when it does several; else "idle"
 
 if TYPE_CHECKING:
+    from contraflow.rollout.intake import PartFetcher, Route
     from contraflow.rollout.native import NativeEngine
     from contraflow.rollout.rank import EngineRank
 
@@ -60,7 +61,10 @@ class RolloutWorker:
         seed: int,
         clock: Clock,
         pupil: Pupil | None = None,
+        parts: "PartFetcher | None" = None,
     ) -> None:
+        """`parts`: what the refresher fetches with, if each rank of the engine is sent its own part."""
+        self._parts = parts
         self._stage = stage
         self._refresher = refresher
         self._buffer = buffer
@@ -106,6 +110,11 @@ class RolloutWorker:
                     for index in range(first, first + count)
                 ]
             return judge([look.result() for look in looks], first=first, serving=version)
+
+    async def lead(self, mates: tuple[Address, ...]) -> None:
+        """Learn where the other ranks of this worker's engine answer: before the first `refresh`."""
+        if self._parts is not None:
+            self._parts.meet(mates)
 
     async def refresh(self, manifest: Manifest) -> RefreshReport:
         """Bring the engine to a version. Raises: CarrierError, DeadlineExceeded; it then serves what it served."""
@@ -233,10 +242,12 @@ def make_rollout_worker(  # noqa: PLR0913 - the sections of a recipe that are th
     buffer: Address,
     stepping: Literal["thread", "inline"] = "thread",
     rendezvous: Rendezvous | None = None,
+    route: "Route | None" = None,
 ) -> RolloutWorker:
     """A worker that serves nothing until its first `refresh`. `stepping` "inline" keeps everything on one thread.
 
-    `rendezvous`: where the other ranks of its engine are, if there are any. Raises: ConfigError, ModelError.
+    `rendezvous`: where the other ranks of its engine are, if there are any. `route`: where its weights come from, if
+    each rank is sent its own part. Raises: ConfigError, ModelError; with a `route` DeadlineExceeded.
     """
     guard = make_guard(
         make_env(env.name, env.options),
@@ -245,27 +256,34 @@ def make_rollout_worker(  # noqa: PLR0913 - the sections of a recipe that are th
         context_tokens=engine.context_tokens,
     )
     tokenizer = Tokenizer.load(Path(model_folder))
-    carrier = open_carrier(weights, Path(run_folder))
     if engine.served:
         opened, expected, pupil = _open_served(engine, Path(model_folder), Path(run_folder), host)
     else:
-        opened, expected, pupil = _open_engine(engine, Path(model_folder), tokenizer, host, stepping, rendezvous)
+        opened, expected, pupil = _open_engine(
+            engine, Path(model_folder), tokenizer, host, stepping, rendezvous, whole=route is None
+        )
+    parts = None if route is None else _open_parts(route, engine, Path(model_folder), host)
     refresher = Refresher(
         opened,
-        carrier,
+        parts or ChunkFetcher(open_carrier(weights, Path(run_folder)), stepping),
         clock=host.clock,
         expected=expected,
-        fetching=stepping,
         deadline_s=weights.refresh_deadline_s,
         wire=engine.parallel.wire,
     )
     stage = Stage(engine=opened, tokenizer=tokenizer, guard=guard, limits=Limits.of(rollout, engine))
     ref = host.connect(buffer)
-    return RolloutWorker(stage, refresher, ref, rollout=rollout, seed=seed, clock=host.clock, pupil=pupil)
+    return RolloutWorker(stage, refresher, ref, rollout=rollout, seed=seed, clock=host.clock, pupil=pupil, parts=parts)
 
 
 def make_rollout_rank(
-    host: Host, *, rendezvous: Rendezvous, engine: config.Engine, model_folder: str, **rest: Any
+    host: Host,
+    *,
+    rendezvous: Rendezvous,
+    engine: config.Engine,
+    model_folder: str,
+    route: "Route | None" = None,
+    **rest: Any,
 ) -> "RolloutWorker | EngineRank":
     """One rank of a worker whose engine is spread: rank 0 is the worker, the others compute for it.
 
@@ -274,8 +292,23 @@ def make_rollout_rank(
     if rendezvous.rank > 0:
         from contraflow.rollout.rank import EngineRank, load_rank
 
-        return EngineRank(load_rank(engine, Path(model_folder), rendezvous, clock=host.clock), host)
-    return make_rollout_worker(host, rendezvous=rendezvous, engine=engine, model_folder=model_folder, **rest)
+        rank = load_rank(engine, Path(model_folder), rendezvous, clock=host.clock)
+        intake = None
+        if route is not None:
+            from contraflow.rollout.intake import open_intake
+
+            intake = open_intake(route, engine, rank.core.config, rank=rendezvous.rank)
+        return EngineRank(rank, host, intake)
+    return make_rollout_worker(
+        host, rendezvous=rendezvous, engine=engine, model_folder=model_folder, route=route, **rest
+    )
+
+
+def _open_parts(route: "Route", section: config.Engine, folder: Path, host: Host) -> "PartFetcher":
+    from contraflow.model.folder import read_config
+    from contraflow.rollout.intake import PartFetcher, open_intake
+
+    return PartFetcher(open_intake(route, section, read_config(folder), rank=0), route, host.connect)
 
 
 Opened = tuple[Engine, Expected | None, Pupil | None]  # what weights it can take; who answers when it is scripted
@@ -294,6 +327,8 @@ def _open_engine(
     host: Host,
     stepping: Literal["thread", "inline"],
     rendezvous: Rendezvous | None,
+    *,
+    whole: bool,
 ) -> Opened:
     if section.kind == "scripted":
         if section.routes:
@@ -313,7 +348,7 @@ def _open_engine(
 
         rank = load_rank(section, folder, rendezvous, clock=host.clock)
         expected = Expected(rank.core.config.digest(), shapes(rank.core.config))
-        return led_engine(rank, clock=host.clock, on_broken=host.give_up), expected, None
+        return led_engine(rank, clock=host.clock, on_broken=host.give_up, whole=whole), expected, None
     from contraflow.model.folder import load_folder
     from contraflow.parallel.devices import DTYPES, device_of, enter_device
     from contraflow.rollout.native import NativeEngine

@@ -15,11 +15,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from torch import Tensor
 
 from contraflow import config
 from contraflow.algo.drift import age_report
-from contraflow.model.decoder import Decoder
 from contraflow.model.folder import read_config
 from contraflow.model.tokenizer import Tokenizer
 from contraflow.parallel.data import at_rest, local
@@ -32,16 +30,12 @@ from contraflow.train import checkpoint
 from contraflow.train.batcher import samples
 from contraflow.train.crew import open_crew
 from contraflow.train.optimizer import Optimizer
+from contraflow.train.publishing import open_publishing
 from contraflow.train.records import episode_records, write_aside
 from contraflow.train.report import StepReport
 from contraflow.train.step import Outcome, TrainStep
 from contraflow.types import Episode, Group, Manifest, Sample, Take, Version
-from contraflow.weights import open_carrier
 from contraflow.weights.probe import as_probe, probe_prompts
-from contraflow.weights.publish import Publisher
-
-# The newest, its predecessor for roll-back, and two that a slow engine may still be fetching.
-KEPT_VERSIONS = 4
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,7 +67,9 @@ class Learner:
         weights: config.Weights,
         place: Place,
         mesh: Mesh | None = None,
+        engine: config.Engine | None = None,
     ) -> None:
+        """`engine`: what versions are served by, which a carrier that sends parts must know."""
         self.account = account
         self.steps = 0
         self.refused = 0
@@ -107,12 +103,10 @@ class Learner:
         )
         self._loan = Loan(lambda: _lent(train.offload, self._spread, self.optimizer))
         self.moved_bytes = 0  # to the host and back, since the run began
-        like = Decoder(decoder.config, dtype=DTYPES[weights.dtype], device="meta").state_dict()
-        self._dtypes = {name: tensor.dtype for name, tensor in like.items()}
-        self._publisher = self._journal = None
-        if self._crew.team.first:
-            self._publisher = Publisher(open_carrier(weights, self._run), keep=KEPT_VERSIONS)
-            self._journal = Journal(self._run / "episodes.jsonl")
+        self.publishing = open_publishing(
+            self._spread, self._crew.team, self._run, train=train, engine=engine or config.Engine(), weights=weights
+        )
+        self._journal = Journal(self._run / "episodes.jsonl") if self._crew.team.first else None
 
     def learn(self, take: Take, groups: Sequence[Group]) -> StepReport | None:
         """Train on the groups of a take and publish version `take.step + 1`; the report of it on rank 0.
@@ -137,8 +131,7 @@ class Learner:
         """Remove the published versions and close the journal."""
         if self._journal is not None:
             self._journal.close()
-        if self._publisher is not None:
-            self._publisher.close()
+        self.publishing.close()
 
     @contextmanager
     def _at_hand(self) -> Iterator[None]:
@@ -182,26 +175,7 @@ class Learner:
         with self.account.charge("publish"):
             logprobs = self._crew.probe_logprobs(self._spread.decoder, self._prompts, DTYPES[self._place.proof])
             probe = as_probe(self._prompts, logprobs, self._weights.probe_tolerance)
-            tensors = self._travelling()
-            if self._publisher is None:
-                return None
-            return self._publisher.publish(
-                tensors,
-                version=Version(self._place.line, n),
-                model=self._spread.config.digest(),
-                probe=probe,
-                chunk_bytes=self._weights.chunk_bytes,
-                wire=self._train.parallel.wire,
-            )
-
-    def _travelling(self) -> dict[str, Tensor]:
-        """The whole model on rank 0, in the dtypes in which it travels. Collective.
-
-        What is gathered or converted is a copy, and on the host: a GPU need not hold all of those at once.
-        """
-        as_they_are = self._spread.mesh is None and self._weights.dtype == "float32"
-        whole = ((name, tensor) for name, tensor in self._spread.tensors() if tensor is not None)
-        return {name: tensor if as_they_are else tensor.to(self._dtypes[name]).cpu() for name, tensor in whole}
+            return self.publishing.publish(Version(self._place.line, n), probe)
 
     def _save(self, step: int) -> Path:
         cut = checkpoint.Cut(

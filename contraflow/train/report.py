@@ -56,3 +56,7 @@ class TrainReport(msgspec.Struct, frozen=True):
     updates: int  # optimizer updates applied since the run began
     moved_bytes: int = 0  # to the host and back, where `train.offload` asks for it
     forms: tuple[str, ...] = ()  # how tokens reach experts on other ranks: asked for, chosen, and why
+    sent: int = 0  # versions that this rank sent its part of, counted once an engine; of the collective carrier
+    skipped: int = 0  # versions that a newer one replaced before any engine asked for them
+    failed: int = 0  # transfers that an engine did not take
+    fault: str = ""  # of the last of those

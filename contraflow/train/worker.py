@@ -5,6 +5,7 @@ Does not compute: that is learner.py.
 """
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ import msgspec
 from contraflow import config
 from contraflow.buffer.service import Buffer
 from contraflow.dispatch.exchange import agree
-from contraflow.errors import ConfigError, DispatchError
+from contraflow.errors import CarrierError, ConfigError, DispatchError
 from contraflow.model.folder import read_config
 from contraflow.parallel.devices import DTYPES, device_of, enter_device, same_gpu
 from contraflow.parallel.experts import links
@@ -25,8 +26,10 @@ from contraflow.parallel.mesh import Mesh, open_mesh
 from contraflow.runtime.base import Address, Host, Ref, Rendezvous
 from contraflow.telemetry import Account
 from contraflow.train.learner import Learner, Place
+from contraflow.train.publishing import Shards
 from contraflow.train.report import StepReport, TrainReport
-from contraflow.types import Group, Manifest, Take
+from contraflow.types import Group, Manifest, Take, Version
+from contraflow.weights.wire import Link
 
 __all__ = ["Place", "StepReport", "TrainReport", "Trainer", "make_trainer"]
 
@@ -51,13 +54,18 @@ class Trainer:
         fetch_deadline_s: float,
         leave: Callable[[], None] = lambda: None,
         forms: tuple[str, ...] = (),
+        meeting: str = "",
     ) -> None:
-        """`leave` is called last, when the worker closes; `forms` is reported: how tokens reach experts elsewhere."""
+        """`leave` is called last, when the worker closes; `forms` is reported: how tokens reach experts elsewhere.
+
+        `meeting` is where its ranks met, beside which they meet engines.
+        """
         self._learner = learner
         self._buffer = buffer
         self._fetch_deadline_s = fetch_deadline_s
         self._leave = leave
         self._forms = forms
+        self._meeting = meeting
         self._turn = asyncio.Lock()
         self._thread = None
         if threaded:
@@ -85,9 +93,31 @@ class Trainer:
         async with self._turn:
             return str(await self._work(lambda: self._learner.save(step)))
 
+    async def link(self, name: str, number: int) -> Link:
+        """Begin to meet the engine of worker `name`, which is being started for the `number`-th time."""
+        link = Link(name, number, f"{self._meeting}.links")
+        self._shards.join(link)
+        return link
+
+    async def hold(self, link: str, version: Version) -> None:
+        """See `weights.wire.Sender`."""
+        self._shards.hold(link, version)
+
+    async def send(self, link: str, version: Version) -> None:
+        """See `weights.wire.Sender`: beside whatever the trainer is at."""
+        shards = self._shards
+        await asyncio.get_running_loop().run_in_executor(shards.threads, shards.send, link, version)
+
+    async def let_go(self, link: str) -> None:
+        """See `weights.wire.Sender`."""
+        self._shards.let_go(link)
+
     async def report(self) -> TrainReport:
         """What it does now, and where its seconds went."""
-        account = self._learner.account
+        account, publishing = self._learner.account, self._learner.publishing
+        told: dict[str, Any] = {}
+        if isinstance(publishing, Shards):
+            told = {"skipped": publishing.skipped, **dataclasses.asdict(publishing.carried)}
         return TrainReport(
             doing=account.cause,
             seconds=account.seconds(),
@@ -96,6 +126,7 @@ class Trainer:
             updates=self._learner.optimizer.updates,
             moved_bytes=self._learner.moved_bytes,
             forms=self._forms,
+            **told,
         )
 
     async def close(self) -> None:
@@ -105,6 +136,15 @@ class Trainer:
             if self._thread is not None:
                 self._thread.shutdown()
             self._leave()
+
+    @property
+    def _shards(self) -> Shards:
+        publishing = self._learner.publishing
+        if not isinstance(publishing, Shards):
+            raise CarrierError(
+                "this trainer publishes whole versions; set weights.carrier = 'collective' to send parts"
+            )
+        return publishing
 
     async def _fetch(self, take: Take) -> list[Group]:
         if not take.groups:
@@ -127,11 +167,12 @@ def make_trainer(
     weights: config.Weights,
     place: Place,
     buffer: Address,
+    engine: config.Engine | None = None,
 ) -> Trainer:
     """One rank of a trainer, its part of the model loaded (from `place.resume`, if given).
 
     Collective when there are several: they join, and compare what they were told. Rank 0 claims the carrier.
-    Raises ConfigError, ModelError, CheckpointError, CarrierError.
+    `engine` as for `Learner`. Raises ConfigError, ModelError, CheckpointError, CarrierError.
     """
     parallel = train.parallel
     if rendezvous.world != parallel.ranks:
@@ -144,10 +185,11 @@ def make_trainer(
         if rendezvous.world > 1:
             joined = open_mesh(parallel, rank=rendezvous.rank, init_method=rendezvous.init_method, device=device)
             mesh = meeting.enter_context(joined)
-            _agree(mesh, {"train": train, "loss": loss, "weights": weights}, place)
+            told_all = {"train": train, "loss": loss, "weights": weights, "engine": engine or config.Engine()}
+            _agree(mesh, told_all, place)
             model, most = read_config(Path(place.model_folder)), train.tokens_per_batch
             mesh, told = choose_forms(mesh, model, {"train": most}, clock=host.clock, dtype=DTYPES[train.compute])
-        learner = Learner(account, train=train, loss=loss, weights=weights, place=place, mesh=mesh)
+        learner = Learner(account, train=train, loss=loss, weights=weights, place=place, mesh=mesh, engine=engine)
     except BaseException:
         meeting.close()
         raise
@@ -158,6 +200,7 @@ def make_trainer(
         fetch_deadline_s=train.step_deadline_s,
         leave=meeting.close,
         forms=told,
+        meeting=rendezvous.init_method,
     )
 
 

@@ -140,13 +140,13 @@ class Inbox:
         device: torch.device,
     ) -> None:
         """`shapes` of this rank's own part; `device` is where that part is to lie."""
-        self._plan, self._rank, self._digest = plan, rank, plan.digest()
+        self.plan, self._rank, self._digest = plan, rank, plan.digest()
         self._shapes, self._dtypes, self._wire, self._device = shapes, dtypes, wire, device
         self._indices = plan.received_by(rank)
 
     def check(self, manifest: Manifest) -> None:
         """Raise CarrierError unless the version was packed for this engine, by the same plan."""
-        version, buckets = manifest.version, len(self._plan.buckets)
+        version, buckets = manifest.version, len(self.plan.buckets)
         if manifest.carrier != KIND:
             raise CarrierError(
                 f"version {version} travels by {manifest.carrier!r}, this side receives {KIND!r}; give both sides the "
@@ -181,7 +181,7 @@ class Inbox:
 
     def _arriving(self, parts: Mapping[str, Tensor]) -> Iterator[Tensor]:
         """Digests, bucket by bucket: the next one arrives while this one is laid out."""
-        mine = [self._plan.buckets[index] for index in self._indices]
+        mine = [self.plan.buckets[index] for index in self._indices]
         most = max((bucket.nbytes for bucket in mine), default=0)
         spare = [torch.empty(most, dtype=torch.uint8, device=self._wire.device) for _ in range(2)]
         flights = []
@@ -205,7 +205,7 @@ class Inbox:
         return bucket_sum(data_B)
 
     def _altered(self, manifest: Manifest, index: int, found: str) -> str:
-        bucket = self._plan.buckets[index]
+        bucket = self.plan.buckets[index]
         names = ", ".join(dict.fromkeys(piece.name for piece in bucket.slices[:3]))
         return (
             f"version {manifest.version}, bucket {index} of {len(manifest.digests)} (from rank {bucket.source} of the "

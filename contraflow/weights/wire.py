@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -18,6 +18,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # it is p
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from contraflow.errors import ConfigError, DeadlineExceeded, WorkerDied
+from contraflow.types import Version
 
 _FILE = "file://"
 
@@ -185,3 +186,19 @@ def _outliving() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+class Sender(Protocol):
+    """A trainer rank as an engine calls it, to be brought a version: hold it on all ranks, then have it sent by all."""
+
+    async def hold(self, link: str, version: Version) -> None:
+        """Keep a version as it is until `let_go`. Raises VersionGone."""
+        ...
+
+    async def send(self, link: str, version: Version) -> None:
+        """Send this rank's share over a link. Raises WorkerDied or DeadlineExceeded, naming who took no part."""
+        ...
+
+    async def let_go(self, link: str) -> None:
+        """Nothing is held for a link any more."""
+        ...

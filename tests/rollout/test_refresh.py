@@ -20,7 +20,7 @@ from contraflow.errors import CarrierError, ConfigError, DeadlineExceeded
 from contraflow.model.decoder import Decoder, new_decoder
 from contraflow.model.families import ModelConfig
 from contraflow.rollout.native import NativeEngine
-from contraflow.rollout.refresh import Refresher, RefreshReport
+from contraflow.rollout.refresh import ChunkFetcher, Refresher, RefreshReport
 from contraflow.rollout.scripted import ScriptedEngine
 from contraflow.types import Completion, Manifest, Probe, Request, Version
 from contraflow.weights import open_carrier
@@ -97,7 +97,8 @@ def scripted(n: int | None = None, prove: Callable[[Mapping[str, Any], Probe], N
 
 
 def refresher_of(engine: Any, carrier: Carrier, **keys: Any) -> Refresher:
-    return Refresher(engine, carrier, **{"clock": time.perf_counter, **keys})
+    fetcher = ChunkFetcher(carrier, keys.pop("fetching", "thread"))
+    return Refresher(engine, fetcher, **{"clock": time.perf_counter, **keys})
 
 
 def ask(name: str, new: int = 12, seed: int = 5) -> Request:
