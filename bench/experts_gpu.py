@@ -51,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shapes", default="olmoe,qwen3")
-    parser.add_argument("--tokens", default="1,8,32,64,128,256,512,1024")
+    parser.add_argument("--tokens", default="1,8,32,64,128,256,512,1024,4096")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no-tiles", action="store_true")
