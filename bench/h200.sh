@@ -24,5 +24,8 @@ for part in "$@"; do
     overhead)
       timeout 200 python3 -m bench.ep_overhead --starts 3 > "$out/overhead.log" 2>&1; tail -n 12 "$out/overhead.log"
       cp bench/results/ep_overhead_cuda.json "$out/" ;;
+    experts)
+      timeout 240 python3 -m bench.experts_gpu > "$out/experts.log" 2>&1; cat "$out/experts.log"
+      cp bench/results/experts_gpu.json "$out/" ;;
   esac
 done

@@ -57,11 +57,12 @@ def kernels_serve(x: Tensor) -> bool:
 
     Not under `no_grad`: a pass that is repeated for its gradient must round as its repetition does.
     """
-    return x.is_cuda and x.dtype in HALF and torch.is_inference_mode_enabled() and _triton_found()
+    return x.is_cuda and x.dtype in HALF and torch.is_inference_mode_enabled() and have_triton()
 
 
 @cache
-def _triton_found() -> bool:
+def have_triton() -> bool:
+    """Whether Triton is installed, as it is beside torch for CUDA."""
     return find_spec("triton") is not None
 
 
