@@ -8,14 +8,14 @@ import fcntl
 import os
 import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
 from contraflow.buffer.service import Buffer, make_buffer
-from contraflow.config import Engine, Recipe, recipe_toml
+from contraflow.config import Engine, Recipe, Train, recipe_toml
 from contraflow.errors import ConfigError, ContraflowError, RunFolderError
 from contraflow.model.builtin import model_folder
 from contraflow.model.folder import read_config
@@ -200,6 +200,22 @@ def check_devices(recipe: Recipe, visible: int) -> None:
         )
     for section, settings in (("train", recipe.train), ("engine", recipe.engine)):
         check_device(f"{section}.device", settings.device, ranks=settings.parallel.ranks, visible=visible)
+    shared = _gpus(recipe.train, [train]) & _gpus(recipe.engine, _engine_settings(recipe, visible))
+    if shared and recipe.weights.carrier == "collective":
+        raise ConfigError(
+            f"weights.carrier = 'collective' with train.device = {train!r} and engine.device = {engine!r}: both use "
+            f"GPU {min(shared)}, and NCCL joins no two processes on one; use different GPUs, or another carrier"
+        )
+
+
+def _engine_settings(recipe: Recipe, visible: int) -> list[str]:
+    engine, ranks = recipe.engine.device, recipe.engine.parallel.ranks
+    return [worker_setting(engine, ranks=ranks, worker=n, visible=visible) for n in range(recipe.rollout.workers)]
+
+
+def _gpus(section: Engine | Train, settings: Iterable[str]) -> set[int]:
+    firsts = {first for setting in settings if (first := first_gpu(setting)) is not None}
+    return {first + rank for first in firsts for rank in range(section.parallel.ranks)}
 
 
 def check_proof(recipe: Recipe) -> None:

@@ -66,6 +66,17 @@ def test_overrides_reach_into_sections(tmp_path: Path) -> None:
         ({"engine": {"device": "cuda:-1"}}, "engine.device = 'cuda:-1': string should match"),
         ({"engine": {"compute": "float16"}}, "engine.compute = 'float16': input should be 'float32' or 'bfloat16'"),
         ({"weights": {"dtype": "bfloat16"}}, "weights.dtype = 'bfloat16' with engine.compute = 'float32'"),
+        ({"weights": {"carrier": "collective"}, "runtime": {"kind": "inline"}}, "'inline' is one process; use 'local'"),
+        (
+            {"weights": {"carrier": "collective"}, "engine": {"kind": "scripted"}},
+            "'scripted' takes no parts of tensors",
+        ),
+        ({"weights": {"carrier": "collective", "full_every": 3}}, "weights.full_every = 3 makes deltas"),
+        (
+            {"weights": {"carrier": "collective"}, "engine": {"replace_every": 2, "parallel": {"dp": 2, "ep": 2}}},
+            "engine.replace_every = 2 moves experts",
+        ),
+        ({"weights": {"bucket_bytes": 3}}, "weights.bucket_bytes = 3: input should be greater than or equal to 64"),
         ({"weights": {"full_every": 0}}, "weights.full_every = 0: input should be greater than or equal to 1"),
         ({"train": {"betas": [1.5, 0.9]}}, "train.betas.0 = 1.5: input should be less than 1"),
         ({"train": {"learning_rate": float("inf")}}, "train.learning_rate = inf: input should be a finite number"),

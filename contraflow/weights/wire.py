@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from contraflow.errors import ConfigError, DeadlineExceeded, WorkerDied
 from contraflow.types import Version
 
+JOIN_S = 120.0  # one side waits while the other loads its model
 _FILE = "file://"
 
 
@@ -139,37 +140,39 @@ def open_wire(
     targets: int,
     device: torch.device,
     deadline_s: float,
+    join_s: float = JOIN_S,
 ) -> Wire:
     """Meet the other ranks. `circles`: a source and the targets of what it sends to several at once, the same on all.
 
-    `rank` counts through. Collective. Raises DeadlineExceeded when the others do not come by the deadline.
+    `rank` counts through; `deadline_s` bounds each message. Collective. Raises DeadlineExceeded when the others do not
+    come within `join_s`.
     """
     if not link.meeting.startswith(_FILE):
         raise ConfigError(f"a link at {link.meeting!r}: it must be a file, which all ranks of one machine see")
     store = PrefixStore(link.key, FileStore(link.meeting.removeprefix(_FILE)))
-    store.set_timeout(timedelta(seconds=deadline_s))
+    store.set_timeout(timedelta(seconds=join_s))
     members = [tuple(range(sources + targets))]
     members += [(source, *(sources + target for target in there)) for source, there in circles]
     try:
         groups = {
-            ranks: _group(PrefixStore(repr(ranks), store), ranks.index(rank), len(ranks), device, deadline_s)
+            ranks: _group(PrefixStore(repr(ranks), store), ranks.index(rank), len(ranks), device, join_s)
             for ranks in dict.fromkeys(members)  # one of the circles may be of all
             if rank in ranks
         }
     except RuntimeError as fault:
         first = str(fault).strip().splitlines()[0][:200]
         raise DeadlineExceeded(
-            f"rank {rank} of the link to {link.name}", f"the other ranks to join it ({first})", deadline_s
+            f"rank {rank} of the link to {link.name}", f"the other ranks to join it ({first})", join_s
         ) from fault
     return Wire(link, groups, rank=rank, sources=sources, device=device, deadline_s=deadline_s)
 
 
-def _group(store: Store, rank: int, size: int, device: torch.device, deadline_s: float) -> Any:
+def _group(store: Store, rank: int, size: int, device: torch.device, join_s: float) -> Any:
     """A backend of its own: no part of the process's groups, which stay as they are when it breaks."""
     if device.type != "cuda":
-        return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=deadline_s))
+        return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=join_s))
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=1.25 * deadline_s)  # ours is the shorter
+    options._timeout = timedelta(seconds=join_s)
     with _outliving():
         return dist.ProcessGroupNCCL(store, rank, size, options)
 

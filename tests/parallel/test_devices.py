@@ -96,3 +96,14 @@ def test_a_run_on_the_cpu_does_not_touch_a_gpu() -> None:
 def test_a_worker_that_is_given_a_gpu_it_has_not_says_so() -> None:
     with pytest.raises(ConfigError, match="device cuda:0 cannot be used"):
         enter_device(torch.device("cuda:0"))
+
+
+@pytest.mark.parametrize(("train", "engine", "workers"), [("cuda", "cuda", 1), ("cuda:1", "cuda:0", 2)])
+def test_parts_travel_between_different_gpus(train: str, engine: str, workers: int) -> None:
+    def recipe(carrier: str) -> Recipe:
+        tree = {"train": {"device": train}, "engine": {"device": engine}, "rollout": {"workers": workers}}
+        return check_recipe(tree | {"weights": {"carrier": carrier}})
+
+    check_devices(recipe("memory"), 2)
+    with pytest.raises(ConfigError, match=r"both use GPU \d, and NCCL"):
+        check_devices(recipe("collective"), 2)

@@ -82,3 +82,11 @@ def test_two_trainer_ranks_learn_as_one_does_and_one_goes_on_from_their_cut(tmp_
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     looks = [r["accuracy"] for r in read_journal(tmp_path / "run/metrics.jsonl") if r["kind"] == "eval"]
     assert looks[len(first)] == pytest.approx(first[-1], abs=1e-9)  # the same weights, the same held-out tasks
+
+
+def test_versions_that_travel_in_parts_teach_as_well(tmp_path: Path) -> None:
+    looks = run(tmp_path / "run", "run.steps=20", "weights.carrier=collective", recipe="tiny_ep2.toml")
+    assert 0.2 <= looks[0] <= 0.45
+    assert looks[-1] >= looks[0] + 0.15
+    refreshes = [r for r in read_journal(tmp_path / "run/metrics.jsonl") if r["kind"] == "refresh" and r["served"]]
+    assert refreshes[-1]["version"]["n"] == 20

@@ -275,7 +275,7 @@ def test_a_trainer_rank_that_is_silent_is_named_within_the_deadline(bench: Open)
 def test_ranks_that_do_not_join_end_the_wait_by_name(tmp_path: Path) -> None:
     link = Link("rollout-3", 1, f"file://{tmp_path}/meeting")
     with pytest.raises(DeadlineExceeded, match=r"rollout-3 waited 0\.5 s for the other ranks"):
-        open_wire(link, [], rank=0, sources=1, targets=1, device=CPU, deadline_s=0.5)
+        open_wire(link, [], rank=0, sources=1, targets=1, device=CPU, deadline_s=9.0, join_s=0.5)
 
 
 def test_a_link_that_is_not_a_file_is_refused() -> None:
