@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One visit to a machine with an H200: do the tests pass on its stack, does the run learn there, how fast are native engine and trainer?
-# Arguments: a folder for results, and which parts (tests, run, rollout, train, overhead). Needs the dependencies on PYTHONPATH; torch is the machine's own.
+# Arguments: a folder for results, and which parts (tests, run, rollout, train, overhead, experts). Needs the dependencies on PYTHONPATH; torch is the machine's own.
 set -uo pipefail
 out=$1; shift
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
