@@ -14,9 +14,10 @@ from torch import Tensor
 
 from contraflow.errors import CarrierError
 
-# An empty change means: as before. Any other begins with its form; forms 1 and 2 go on with E and W, the index, K
-# differences of one byte (WIDE: too large for one), and W words to be taken as they are.
+# An empty change means: as before. Any other begins with its form. WHOLE: the new chunk. GAPS and BITMAP: E and W, the
+# index, K steps of one byte (WIDE: too large for one), and W new words. With STEPLESS there are no steps, and W = K.
 WHOLE, GAPS, BITMAP = range(3)
+STEPLESS = 4
 HEAD = struct.Struct("<BII")
 SKIP = 255  # in an index of gaps: pass 255 words, none of them changed; any other entry passes so many and hits one
 WIDE = -128
@@ -37,11 +38,13 @@ def encode(old_B: Tensor, new_B: Tensor) -> Tensor:
     steps_K = words_K - old_N[at_K]  # wraps around, and so does the sum that undoes it
     wide_K = (steps_K < -127) | (steps_K > 127)
     words_W = words_K[wide_K]
+    steps_K = torch.where(wide_K, WIDE, steps_K).to(torch.int8)
     index_E, form = _index(changed_N, at_K)
-    if HEAD.size + len(index_E) + len(words_K) + 2 * len(words_W) >= 1 + len(new_B):
+    if 2 * len(words_W) > len(words_K):
+        form, steps_K, words_W = form | STEPLESS, steps_K[:0], words_K
+    if HEAD.size + len(index_E) + len(steps_K) + 2 * len(words_W) >= 1 + len(new_B):
         return torch.cat((_bytes(bytes([WHOLE]), new_B.device), new_B))
     head = _bytes(HEAD.pack(form, len(index_E), len(words_W)), new_B.device)
-    steps_K = torch.where(wide_K, WIDE, steps_K).to(torch.int8)
     return torch.cat((head, index_E, steps_K.view(torch.uint8), words_W.view(torch.uint8)))
 
 
@@ -58,23 +61,28 @@ def apply(chunk_B: Tensor, change_B: Tensor) -> None:
         return
     words_N = _words(chunk_B)
     at_K, steps_K, words_W = _parts(change_B, chunk_B, len(words_N))
-    changed_K = words_N[at_K] + steps_K
-    wide_K = steps_K == WIDE
-    _demand(int(wide_K.sum()) == len(words_W), chunk_B, change_B)
-    changed_K[wide_K] = words_W
-    words_N[at_K] = changed_K
+    if len(words_W) < len(at_K):
+        wide_K = steps_K == WIDE
+        _demand(int(wide_K.sum()) == len(words_W), chunk_B, change_B)
+        words_K = words_N[at_K] + steps_K
+        words_K[wide_K] = words_W
+        words_N[at_K] = words_K
+    else:
+        words_N[at_K] = words_W
     if words_N.data_ptr() != chunk_B.data_ptr():
         chunk_B.copy_(words_N.view(torch.uint8)[: len(chunk_B)])
 
 
 def _parts(change_B: Tensor, chunk_B: Tensor, words: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the changed words are, their steps (int16), and the words that are given as they are."""
+    """Where the changed words are, their steps (int16; none if all are given), and the words that are given."""
     _demand(len(change_B) >= HEAD.size, chunk_B, change_B)
     form, index_bytes, wide = HEAD.unpack(bytes(change_B[: HEAD.size].tolist()))
-    count = len(change_B) - HEAD.size - index_bytes - 2 * wide
-    _demand(form in (GAPS, BITMAP) and count >= max(wide, 1), chunk_B, change_B)
-    index_E, steps_K, tail_B = change_B[HEAD.size :].split([index_bytes, count, 2 * wide])
-    at_K = _passed(index_E) if form == GAPS else _set_bits(index_E)
+    steps = len(change_B) - HEAD.size - index_bytes - 2 * wide
+    count = wide if form & STEPLESS else steps
+    sound = steps == 0 if form & STEPLESS else steps > wide
+    _demand(form & ~STEPLESS in (GAPS, BITMAP) and sound and count > 0, chunk_B, change_B)
+    index_E, steps_K, tail_B = change_B[HEAD.size :].split([index_bytes, steps, 2 * wide])
+    at_K = _passed(index_E) if form & GAPS else _set_bits(index_E)
     # Rising by construction, so the last tells for all.
     _demand(len(at_K) == count and int(at_K[-1]) < words, chunk_B, change_B)
     words_W = tail_B.clone().view(torch.int16)  # a copy: a slice may begin at any byte
