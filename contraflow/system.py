@@ -161,13 +161,13 @@ def check_layouts(recipe: Recipe) -> None:
             check_fit(model, parallel)
         except ConfigError as fault:
             raise ConfigError(f"{section}.parallel: {fault}") from None
-    if recipe.train.parallel.dispatch == "deepep":
+    if (kind := recipe.train.parallel.dispatch) in ("nvlink", "deepep"):
         raise ConfigError(
-            "train.parallel.dispatch = 'deepep': the trainer does not size DeepEP's buffers yet; use 'all_to_all' or "
+            f"train.parallel.dispatch = {kind!r}: the trainer does not size its buffers yet; use 'all_to_all' or "
             "'hierarchical' there"
         )
-    if recipe.engine.parallel.dispatch == "deepep" and recipe.engine.device == "cpu":
-        raise ConfigError("engine.parallel.dispatch = 'deepep' needs engine.device = 'cuda': it is kernels for GPUs")
+    if (kind := recipe.engine.parallel.dispatch) in ("nvlink", "deepep") and recipe.engine.device == "cpu":
+        raise ConfigError(f"engine.parallel.dispatch = {kind!r} needs engine.device = 'cuda': it is kernels for GPUs")
 
 
 def check_wire(recipe: Recipe) -> None:

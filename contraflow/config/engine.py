@@ -21,7 +21,7 @@ class Parallel(Section):
     pp: Count = 1  # pipeline stages: the layers; trainer only
     schedule: Literal["1f1b", "interleaved"] = "1f1b"  # of the pipeline; interleaved has two stages a rank
     recompute: Literal["none", "layer"] = "none"  # activations kept, or computed again in the backward pass; trainer
-    dispatch: Literal["auto", "per_expert", "all_to_all", "hierarchical", "overlapped", "deepep"] = (
+    dispatch: Literal["auto", "per_expert", "all_to_all", "hierarchical", "overlapped", "nvlink", "deepep"] = (
         "auto"  # see docs/dispatch.md
     )
     domain_ranks: Annotated[int, Field(ge=0)] = 0  # ranks joined by NVLink; 0: those of one host

@@ -12,12 +12,13 @@ from contraflow.dispatch.deepep import DeepEPDispatch
 from contraflow.dispatch.deepep_decode import DeepEPDecode
 from contraflow.dispatch.exchange import Links
 from contraflow.dispatch.local import LocalDispatch
+from contraflow.dispatch.nvlink import NvlinkDispatch
 from contraflow.dispatch.overlap import OverlapDispatch
 from contraflow.dispatch.spread import SpreadDispatch
 from contraflow.dispatch.wire import Wire
 from contraflow.errors import DispatchError
 
-KINDS = ("per_expert", "all_to_all", "hierarchical", "overlapped", "deepep", "deepep_decode")
+KINDS = ("per_expert", "all_to_all", "hierarchical", "overlapped", "nvlink", "deepep", "deepep_decode")
 
 
 def open_dispatch(
@@ -43,13 +44,14 @@ def open_dispatch(
         raise DispatchError(f"dispatch {kind!r} is not known; known are auto, {', '.join(KINDS)}")
     if kind == "deepep_decode":
         return DeepEPDecode(links, experts=experts, wire=wire, max_tokens=max_tokens)
-    if kind == "deepep":
+    if kind in ("nvlink", "deepep"):
         if capacity is not None and max_tokens is not None and capacity < max_tokens:
             raise DispatchError(
-                f"capacity {capacity} is below max_tokens {max_tokens}, but deep_ep makes room for all tokens of a "
+                f"capacity {capacity} is below max_tokens {max_tokens}, but {kind} makes room for all tokens of a "
                 "rank; leave capacity out for the exact form, or give max_tokens"
             )
-        return DeepEPDispatch(links, experts=experts, wire=wire, max_tokens=max_tokens, fixed=capacity is not None)
+        made = NvlinkDispatch if kind == "nvlink" else DeepEPDispatch
+        return made(links, experts=experts, wire=wire, max_tokens=max_tokens, fixed=capacity is not None)
     spread = SpreadDispatch(
         links,
         experts=experts,
