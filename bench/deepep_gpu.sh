@@ -11,10 +11,10 @@ for folder in "$@"; do
   python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" "$folder"/*.whl || exit 2
 done
 nvidia-smi --query-gpu=name,driver_version,compute_mode,memory.used,memory.total --format=csv || exit 2
-timeout 300 python3 -m tests.dispatch.deepep_ranks --ranks 2 --seconds 240 --json "$out/deepep.json" > "$out/deepep.log" 2>&1
+timeout 300 python3 -m tests.dispatch.gpu_ranks --ranks 2 --seconds 240 --json "$out/deepep.json" > "$out/deepep.log" 2>&1
 status=$?
 echo "== low latency: $(date +%T)"
-timeout 70 python3 -m tests.dispatch.deepep_ranks --ranks 2 --kind deepep_decode --seconds 40 \
+timeout 70 python3 -m tests.dispatch.gpu_ranks --ranks 2 --kind deepep_decode --seconds 40 \
   --json "$out/deepep_decode.json" > "$out/deepep_decode.log" 2>&1
 tail -n 30 "$out/deepep_decode.log"
 if [ "$(nvidia-smi -L | wc -l)" -ge 2 ]; then

@@ -1,16 +1,21 @@
-"""Dispatch and combine on two GPUs or more: our all_to_all over NCCL, the DeepEP adapter, and DeepEP by itself.
+"""Dispatch and combine on two GPUs or more: all_to_all over NCCL, our kernels over NVLink, the DeepEP adapter, and the
+last two by themselves.
 
     python -m bench.dispatch_gpu [--starts 3] [--sms 24,48]
+    python -m bench.dispatch_gpu --kinds rawnvlink@24:32768x32,rawnvlink@24:32768x16 --starts 1       # tiles and warps
     python -m bench.dispatch_gpu --device cpu --tokens 64 --shapes 256:8 --kinds per_expert,all_to_all    # a rehearsal
 
-Routing is uniform, experts are the identity, tokens are bf16, no gradients. Timed is all that a layer waits for:
-layout, exchange of counts and rows; for ours also the sort by expert and, going home, the sum over a row's experts.
-DeepEP by itself (`raw`) ends with one row per (token, rank), unsorted: what the adapter takes more is the seam's price.
+Routing is uniform, experts are the identity, tokens are bf16, no gradients. Timed is all that a layer waits for, the
+exchange of layout or counts included, from the caller's tensors to rows sorted by expert, and from the experts' answers
+to the caller's sums. The raw forms leave out what each does with rows of one rank: `raw` (DeepEP) ends with one row per
+(token, rank), compact, in a tensor of its own; `rawnvlink` ends with the same rows in slots of the shared memory, where
+the next call but one overwrites them, and begins its way home with sums that lie there, where `nvlink` makes them.
+What the whole takes more than the raw form is the seam's price; those local steps run on all SMs, in every form.
 Before each timed call caches are flushed and a small all-reduce lines ranks up. A number is the median of
 `--iterations` calls on the slowest rank; the table gives median, least and largest of `--starts` process starts.
 
 GB/s: rows from other ranks, one per (token, rank), over the time, for every kind alike: one that sends more rows
-(per_expert) shows a lower number. SMs are those of DeepEP's kernels; NCCL chooses its own.
+(per_expert) shows a lower number. SMs are those of the kernels that go over the link; NCCL chooses its own.
 """
 
 import argparse
@@ -33,9 +38,11 @@ from torch import Tensor
 
 from bench.record import spread, write
 from contraflow.dispatch import deepep_library as library
+from contraflow.dispatch import nvlink_memory as memory
 from contraflow.dispatch.base import Rows
 from contraflow.dispatch.domains import Topology
 from contraflow.dispatch.group import GroupLinks
+from contraflow.dispatch.nvlink import NvlinkDispatch, row_bytes
 from contraflow.dispatch.open import open_dispatch
 
 Call = Callable[[], Any]
@@ -73,18 +80,77 @@ class RawDeepEP:
         self._port.close()
 
 
+class RawNvlink:
+    """Our kernels over the link, with nothing of the local steps."""
+
+    def __init__(self, links: GroupLinks, shape: Shape, sizes: memory.Sizes) -> None:
+        layout = memory.Layout(
+            links.topology.ranks, shape.tokens, shape.choices, row_bytes(shape.dim, torch.bfloat16, "same")
+        )
+        self._dim = shape.dim
+        self._ground = memory.open_ground(
+            links.group, layout, experts=shape.experts, sizes=sizes, deadline_s=links.deadline_s
+        )
+
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Rows[Any]:
+        self._ground.push(x_TD, ids_TK, weights_TK, torch.bfloat16)
+        self._ground.meet(memory.OUT)
+        return Rows(x_TD, weights_TK, ids_TK, ids_TK)
+
+    def answers(self, rows: Rows[Any]) -> Tensor:
+        """Put the answers of identities where the local step of `nvlink` puts its sums. Not timed."""
+        lay, turn = self._ground.layout, int(self._ground.turn)
+        halves = self._ground.own.view(2, lay.half)
+        here, there = halves[turn % 2], halves[(turn + 1) % 2]
+        weights = here[lay.weights_at :][: 4 * lay.ranks * lay.most * lay.choices].view(torch.float32)
+        shape = lay.ranks * lay.most, lay.row_bytes
+        x, y = (half[lay.rows_at :][: shape[0] * shape[1]].view(torch.bfloat16) for half in (here, there))
+        share = weights.view(shape[0], lay.choices).sum(1, keepdim=True)
+        y.view(shape[0], -1).copy_(x.view(shape[0], -1).float() * share)
+        return y
+
+    def combine(self, y: Tensor, handle: Tensor) -> Tensor:
+        self._ground.meet(memory.HOME)
+        out = torch.empty(handle.shape[0], self._dim, dtype=torch.bfloat16, device=y.device)
+        self._ground.pull(out, None, handle, torch.bfloat16)
+        return out
+
+    def close(self) -> None:
+        faults = memory.lost(self._ground.told()[1], tuple(range(self._ground.layout.ranks)), self._ground.rank, 60)
+        if faults is not None:
+            raise faults
+
+
+def identity(rows: Rows[Any]) -> Tensor:
+    return (rows.x_RD.float() * rows.weights_R[:, None]).to(rows.x_RD.dtype)
+
+
 def open_kind(kind: str, links: GroupLinks, shape: Shape, device: str) -> Any:
     """`kind` may carry a number of SMs, as in `deepep@24`; `fixed` opens the form that looks at no counts."""
-    name, _, sms = kind.partition("@")
+    name, _, settings = kind.partition("@")
+    base = name.removesuffix("-fixed")
+    sms, _, tile = settings.partition(":")
+    if name == "rawnvlink":
+        return RawNvlink(links, shape, sizes_of(int(sms), tile))
+    if base == "nvlink" and sms:
+        return NvlinkDispatch(links, experts=shape.experts, max_tokens=shape.tokens, fixed=base != name, sms=int(sms))
     if sms:
         library.load().Buffer.set_num_sms(int(sms))
     if name == "raw":
         return RawDeepEP(links, shape)
-    base = name.removesuffix("-fixed")
     return open_dispatch(
         base, links, experts=shape.experts, max_tokens=shape.tokens, device=device,
         capacity=shape.tokens if base != name else None,
     )  # fmt: skip
+
+
+def sizes_of(sms: int, tile: str) -> memory.Sizes:
+    """`tile` as in `32768x16`: bytes in flight for each program, and its warps."""
+    local = 4 * torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    if not tile:
+        return memory.Sizes(sms=sms, local=local)
+    nbytes, _, warps = tile.partition("x")
+    return memory.Sizes(sms=sms, local=local, tile_bytes=int(nbytes), warps=int(warps))
 
 
 class Clock:
@@ -121,11 +187,11 @@ class Clock:
 def measure(dispatch: Any, inputs: tuple[Tensor, ...], clock: Clock, iterations: int) -> tuple[float, float, Tensor]:
     """Microseconds of dispatch and of combine, and what came home the last time."""
     x, ids, weights = inputs
-    out = x
+    out, answers = x, getattr(dispatch, "answers", identity)
     times: tuple[list[Callable[[], float]], list[Callable[[], float]]] = ([], [])
     for turn in range(iterations + 5):
         rows, there = clock.time(lambda: dispatch.dispatch(x, ids, weights))
-        y_RD = (rows.x_RD.float() * rows.weights_R[:, None]).to(x.dtype)
+        y_RD = answers(rows)
         out, back = clock.time(lambda y_RD=y_RD, rows=rows: dispatch.combine(y_RD, rows.handle))
         if turn >= 5:
             times[0].append(there)
@@ -205,6 +271,7 @@ def main() -> None:
     parser.add_argument("--sms", default="24,48")
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--result", default="dispatch_gpu", help="name of the file in bench/results")
     parser.add_argument("--seconds", type=int, default=150, help="for each start")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -213,7 +280,7 @@ def main() -> None:
     options.ranks = options.ranks or max(2, gpus)
     if options.device == "cuda" and gpus < options.ranks:
         parser.error(f"{options.ranks} ranks need as many GPUs, and here are {gpus}: two on one would take turns")
-    by_sms = [f"{kind}@{sms}" for sms in options.sms.split(",") for kind in ("raw", "deepep", "deepep-fixed")]
+    by_sms = [f"{kind}@{sms}" for sms in options.sms.split(",") for kind in ("rawnvlink", "raw", "nvlink", "deepep")]
     options.kinds = options.kinds.split(",") if options.kinds else ["all_to_all", *by_sms]
     options.shapes = [
         Shape(options.tokens, int(dim), int(experts), min(options.choices, int(experts)))
@@ -224,7 +291,7 @@ def main() -> None:
     rows = summary([one_start(options) for _ in range(options.starts)])
     if options.device == "cuda":
         facts = {"gpus": gpus, "gpu": torch.cuda.get_device_name(), "nccl": torch.cuda.nccl.version()}
-        print("wrote", write("dispatch_gpu", rows, **facts))
+        print("wrote", write(options.result, rows, **facts))
     show(rows)
 
 
@@ -259,10 +326,10 @@ def summary(starts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    print(f"\n{'kind':18} {'tokens x width':>14} {'dispatch us (least to largest)':>34} {'GB/s':>7}", end="")
+    print(f"\n{'kind':24} {'tokens x width':>14} {'dispatch us (least to largest)':>34} {'GB/s':>7}", end="")
     print(f" {'combine us':>34} {'GB/s':>7}")
     for row in rows:
-        print(f"{row['kind']:18} {row['tokens']:>6} x {row['dim']:>5}", end="")
+        print(f"{row['kind']:24} {row['tokens']:>6} x {row['dim']:>5}", end="")
         for what in ("dispatch", "combine"):
             of = row[f"{what}_us"]
             times = f"{of['median']:.1f} ({of['least']:.1f} to {of['largest']:.1f})"

@@ -21,7 +21,7 @@ from contraflow.dispatch.exchange import Links, agree
 from contraflow.dispatch.group import GroupLinks
 from contraflow.errors import DispatchError
 
-RANKS = 32  # more than share NVLink in a node; kernels are unrolled over ranks
+RANKS = 31  # bits of a word; kernels are unrolled over ranks
 SMS = 32  # that go over the link
 
 

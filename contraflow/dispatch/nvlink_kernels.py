@@ -25,10 +25,10 @@ def _section(own, peers, turn, rank, ahead, half, at, DTYPE: tl.constexpr):
 @triton.jit
 def _reached(ids, token_N, here_N, K: tl.constexpr, HELD: tl.constexpr):
     """A bit for each rank that owns one of a token's experts. Choice by choice: a reduction would make warps wait."""
-    bits_N = tl.zeros_like(token_N).to(tl.int64)
+    bits_N = tl.zeros_like(token_N)
     one_N = bits_N + 1
     for choice in tl.static_range(K):
-        id_N = tl.load(ids + token_N * K + choice, mask=here_N, other=-1)
+        id_N = tl.load(ids + token_N * K + choice, mask=here_N, other=-1).to(tl.int32)
         bits_N |= tl.where(id_N >= 0, one_N << (tl.maximum(id_N, 0) // HELD), 0)
     return bits_N
 

@@ -83,14 +83,14 @@ class Ground:
         self.rank = rank
         self.held = experts // layout.ranks
         self.sizes = sizes
-        self._own = own  # kept: others write to it
+        self.own = own  # bytes; kept, since others write to it
         self._limit = round(deadline_s * 1e9)
         device = own.device
         assert not any(address % UNIT for address in addresses)
         apart = [(address - own.data_ptr()) // UNIT for address in addresses]
         self._peers = torch.tensor(apart, dtype=torch.int64, device=device)
-        self._turn = torch.zeros(1, dtype=torch.int64, device=device)
-        self._where = own, self._peers, self._turn, rank
+        self.turn = torch.zeros(1, dtype=torch.int64, device=device)
+        self._where = own, self._peers, self.turn, rank
         self._told = torch.zeros(1 + layout.ranks, dtype=torch.int32, device=device)
         self._kernels = load_kernels()
         import triton.language
@@ -103,7 +103,7 @@ class Ground:
 
     @property
     def device(self) -> torch.device:
-        return self._own.device
+        return self.own.device
 
     def push(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None, dtype: torch.dtype) -> None:
         """Write each token, as `dtype`, to the owners of its experts; ids and weights too unless the latter is None."""
@@ -119,7 +119,7 @@ class Ground:
     def meet(self, tag: int) -> None:
         """Tell all ranks that this one has written, and wait on the device for all to have. See `faults`."""
         self._launch(
-            "meet", 1, self._own, self._peers, self._turn, self._told, self.rank, tag, self._limit, **self._signals(),
+            "meet", 1, self.own, self._peers, self.turn, self._told, self.rank, tag, self._limit, **self._signals(),
             CLOCK=self.device.type == "cuda", num_warps=1,
         )  # fmt: skip
 

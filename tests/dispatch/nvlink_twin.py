@@ -35,7 +35,7 @@ class TwinGround(Ground):
         self.ring(tag)
         self._links.gather("")
         self._launch(
-            "listen", 1, self._own, self._peers, self._turn, self._told, self.rank, tag, self._limit,
+            "listen", 1, self.own, self._peers, self.turn, self._told, self.rank, tag, self._limit,
             **self._signals(), CLOCK=False, num_warps=1,
         )  # fmt: skip
         self._links.gather("")

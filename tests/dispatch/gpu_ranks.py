@@ -1,11 +1,12 @@
-"""The DeepEP adapter among real processes on one GPU or several, against closed forms and the dense sum in float64.
+"""Dispatches among real processes on one GPU or several, against closed forms and the dense sum in float64.
 
-    python -m tests.dispatch.deepep_ranks [--ranks 2] [--backend gloo|nccl] [--kind deepep] [--seconds 240]
-    python -m tests.dispatch.deepep_ranks --kind all_to_all --device cpu        # rehearses the cases themselves
+    python -m tests.dispatch.gpu_ranks [--ranks 2] [--backend gloo|nccl] [--kind deepep|nvlink|...] [--seconds 240]
+    python -m tests.dispatch.gpu_ranks --kind all_to_all --device cpu        # rehearses the cases themselves
 
-One process a rank, on GPU `rank % GPUs`: two ranks may share one GPU, since the library asks the group only for device
-numbers and CUDA IPC handles, which work between two processes on one device; kernels that wait for each other then take
-turns on it, so times mean nothing. NCCL refuses two ranks on one GPU, so gloo is the group there.
+One process a rank, on GPU `rank % GPUs`. With DeepEP two ranks may share one GPU, since the library asks the group for
+device numbers and CUDA IPC handles alone, which work between two processes on one device; kernels that wait for each
+other then take turns on it, so times mean nothing. NCCL refuses two ranks on one GPU, so gloo is the group there; so
+does symmetric memory, so `nvlink` needs two.
 
 Each rank says which case it is in; a rank that is stuck prints where after its deadline, and all are killed a little
 later. The last thing printed is a table, one line a case; the exit status is 0 if every case passed on every rank.
@@ -36,7 +37,7 @@ from contraflow.dispatch import deepep_library as library
 from contraflow.dispatch.domains import Topology
 from contraflow.dispatch.group import GroupLinks
 from contraflow.dispatch.open import open_dispatch
-from contraflow.errors import DispatchError
+from contraflow.errors import DispatchError, WorkerDied
 from tests.dispatch.closed_form import Exact, Routing, differences, scaled
 from tests.dispatch.mixture import Case, make_case, run_rank, through, wanted
 
@@ -232,26 +233,74 @@ def refusals(bench: Bench) -> None:
         x, ids, weights = (part.detach() for part in case.inputs(routing, bench.device))
         bad: dict[str, Callable[[], Any]] = {
             "too many tokens": lambda: dispatch.dispatch(x.repeat(2, 1), ids.repeat(2, 1), weights.repeat(2, 1)),
-            "fp32": lambda: dispatch.dispatch(x.float(), ids, weights),
             "on the host": lambda: dispatch.dispatch(x.cpu(), ids.cpu(), weights.cpu()),
             "bf16 weights": lambda: dispatch.dispatch(x, ids, weights.bfloat16()),
         }
-        silent = []
-        for name, call in bad.items():
-            try:
-                call()
-            except DispatchError:
-                continue
-            silent.append(name)
+        if bench.kind == "deepep":  # nvlink takes any, but one alone: below
+            bad["fp32"] = lambda: dispatch.dispatch(x.float(), ids, weights)
+        silent = not_refused(bad)
         rows = dispatch.dispatch(x, ids, weights)
         dispatch.combine(rows.x_RD, rows.handle)
-        try:
-            dispatch.combine(rows.x_RD, rows.handle)
-            silent.append("a handle used twice")
-        except DispatchError:
-            pass
+        late: dict[str, Callable[[], Any]] = {
+            "a handle used twice": lambda: dispatch.combine(rows.x_RD, rows.handle),
+            "another dtype than before": lambda: dispatch.dispatch(x.float(), ids, weights),
+            "another width than before": lambda: dispatch.dispatch(x[:, :128], ids, weights),
+        }
+        silent += not_refused(late)
         dispatch.close()
-        row.update(passed=not silent, note=f"not refused: {silent}" if silent else f"{len(bad) + 1} kinds")
+        row.update(passed=not silent, note=f"not refused: {silent}" if silent else f"{len(bad) + len(late)} kinds")
+
+
+def not_refused(calls: dict[str, Callable[[], Any]]) -> list[str]:
+    silent = []
+    for name, call in calls.items():
+        try:
+            call()
+        except DispatchError:
+            continue
+        silent.append(name)
+    return silent
+
+
+def skipped(bench: Bench) -> None:
+    """A rank that is in another call than the others is told so by all, and nobody waits for ever."""
+    with bench.case("a rank that skipped a layer is noticed") as row:
+        dispatch = bench.open(Routing("", experts=bench.ranks))
+        x, one = torch.ones(1, 8, dtype=torch.bfloat16, device=bench.device), torch.ones(1, 1, device=bench.device)
+        rows = dispatch.dispatch(x, one.long(), one)
+        if bench.rank == 0:
+            dispatch.combine(rows.x_RD, rows.handle)
+        said = ""
+        try:
+            dispatch.dispatch(x, one.long(), one)
+            dispatch.check()
+        except DispatchError as fault:
+            said = str(fault)
+        dispatch.close()
+        row.update(passed="skipped or repeated a layer" in said, note=said[:100])
+
+
+def absent(bench: Bench) -> None:
+    """A rank that is late beyond the deadline is named, by the device's own clock."""
+    with bench.case("a rank that does not come is named") as row:
+        patience, bench.links.deadline_s = bench.links.deadline_s, 1.0
+        dispatch = bench.open(Routing("", experts=bench.ranks))
+        x, one = torch.ones(1, 8, dtype=torch.bfloat16, device=bench.device), torch.ones(1, 1, device=bench.device)
+        rows = dispatch.dispatch(x, one.long(), one)
+        bench.links.deadline_s = patience
+        dispatch.combine(rows.x_RD, rows.handle)
+        bench.wait()
+        said, began = "", time.monotonic()
+        if bench.rank == 0:
+            try:
+                dispatch.dispatch(x, one.long(), one)
+            except WorkerDied as fault:
+                said = str(fault)
+        waited = time.monotonic() - began
+        bench.links.gather("")
+        dispatch.close()
+        good = bench.rank != 0 or ("rank 1" in said and 0.9 < waited < 3)
+        row.update(passed=good, note=f"{waited:.2f} s: {said[:90]}" if bench.rank == 0 else "")
 
 
 def graph(bench: Bench) -> None:
@@ -410,7 +459,7 @@ def run_rank_of(options: argparse.Namespace) -> None:
 
 
 def all_cases(bench: Bench, only: str) -> None:
-    if bench.device == "cuda":
+    if bench.device == "cuda" and bench.kind in ("deepep", "deepep_decode"):
         if bench.rank == 0:
             print(json.dumps(facts(), indent=1), flush=True)
         ipc(bench)
@@ -431,9 +480,12 @@ def all_cases(bench: Bench, only: str) -> None:
     mixture(bench, "experts that are matrices, fp8", "fp8", 0.05)
     repeats(bench)
     two_in_flight(bench)
-    if bench.kind == "deepep":
+    if bench.kind in ("deepep", "nvlink"):
         refusals(bench)
         graph(bench)
+    if bench.kind == "nvlink":
+        skipped(bench)
+        absent(bench)
 
 
 def judge_mixture(name: str, row: dict[str, Any], parts: list[dict[str, Tensor]]) -> None:
@@ -474,7 +526,7 @@ def main(arguments: list[str] | None = None) -> bool:
             "--ranks", str(options.ranks), "--backend", options.backend, "--kind", options.kind,
             "--device", options.device, "--seconds", str(options.seconds), "--only", options.only, "--folder", folder,
         ]  # fmt: skip
-        command = [sys.executable, "-u", "-m", "tests.dispatch.deepep_ranks", *given]
+        command = [sys.executable, "-u", "-m", "tests.dispatch.gpu_ranks", *given]
         ranks = [subprocess.Popen([*command, "--rank", str(rank)]) for rank in range(options.ranks)]
         deadline = time.monotonic() + options.seconds + 20
         try:
