@@ -7,7 +7,7 @@ Nothing falls back in silence: a form that cannot run here is in the table with 
 Shape letters: T tokens of a rank, D width, F hidden width of an expert, L experts of a rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from contraflow.dispatch.wire import Wire
 from contraflow.errors import DispatchError
 from contraflow.telemetry import Clock
 
-CANDIDATES = ("all_to_all", "hierarchical", "overlapped", "per_expert")  # of equals, the first is taken
+CANDIDATES = ("all_to_all", "hierarchical", "nvlink", "overlapped", "per_expert")  # of equals, the first is taken
 CLOSE = 0.1  # forms within this share of the fastest are equals: a repeat could turn them round
 TWO_HOPS = ("hierarchical", "overlapped")  # not tried in one domain, where the second hop can save nothing
 
@@ -124,9 +124,12 @@ def calibrate(
     entries: list[Entry] = []
     opened: dict[str, Dispatch[Any]] = {}
     refused: dict[str, str] = {}
-    for kind in (k for k in CANDIDATES if links.topology.count > 1 or k not in TWO_HOPS):
+    most = max(max(counts, default=1) for counts in tokens.values())
+    for kind in _candidates(links, tokens, torch.device(device)):
         try:
-            opened[kind] = open_dispatch(kind, links, experts=shape.experts, wire=shape.wire, device=device)
+            opened[kind] = open_dispatch(
+                kind, links, experts=shape.experts, wire=shape.wire, max_tokens=most, device=device
+            )
         except DispatchError as fault:
             refused[kind] = str(fault)
     for phase, counts in tokens.items():
@@ -137,6 +140,16 @@ def calibrate(
     shared = links.gather(msgspec.json.encode(entries).decode())[0]
     agreed = msgspec.json.decode(shared, type=tuple[Entry, ...])
     return Table(shape=shape, domains=links.topology.domains, entries=agreed)
+
+
+def _candidates(links: Links, phases: Collection[Phase], device: torch.device) -> list[str]:
+    """Forms worth a try: two hops over several domains alone, shared memory inside one alone.
+
+    Not in training, where nobody says how many tokens a rank may bring, which sizes that memory.
+    """
+    several = links.topology.count > 1
+    shared = device.type == "cuda" and not several and "train" not in phases
+    return [kind for kind in CANDIDATES if (several or kind not in TWO_HOPS) and (shared or kind != "nvlink")]
 
 
 def _measure(

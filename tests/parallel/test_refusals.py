@@ -21,6 +21,8 @@ def recipe(train: dict[str, Any], engine: dict[str, Any], **more: Any) -> Any:
         ({"pp": 4}, {}, r"train.parallel: pp = 4 .* makes 4 stages of the model's 3 layers"),
         ({"pp": 2, "schedule": "interleaved"}, {}, r"schedule 'interleaved' makes 4 stages of the model's 3 layers"),
         (EP2 | {"dispatch": "deepep"}, {}, r"train.parallel.dispatch = 'deepep'"),
+        (EP2 | {"dispatch": "nvlink"}, {}, r"train.parallel.dispatch = 'nvlink'"),
+        ({}, EP2 | {"dispatch": "nvlink"}, r"engine.parallel.dispatch = 'nvlink' needs engine.device = 'cuda'"),
         ({}, EP2 | {"dispatch": "deepep"}, r"engine.parallel.dispatch = 'deepep' needs engine.device = 'cuda'"),
     ],
 )
