@@ -7,9 +7,15 @@ bytes; `*_at` are offsets of sections and `half` the size of a half, in bytes. T
 Shape letters as in `base`; S ranks, SP and KP the powers of two from S and K on, N tokens of a tile, L experts held.
 """
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
+
+TYPES = {
+    torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32, torch.float64: tl.float64,
+    torch.uint8: tl.uint8,
+}  # fmt: skip
 
 
 @triton.jit

@@ -93,13 +93,6 @@ class Ground:
         self._where = own, self._peers, self.turn, rank
         self._told = torch.zeros(1 + layout.ranks, dtype=torch.int32, device=device)
         self._kernels = load_kernels()
-        import triton.language
-
-        self._types = {
-            torch.bfloat16: triton.language.bfloat16, torch.float16: triton.language.float16,
-            torch.float32: triton.language.float32, torch.float64: triton.language.float64,
-            torch.uint8: triton.language.uint8,
-        }  # fmt: skip
 
     @property
     def device(self) -> torch.device:
@@ -181,11 +174,11 @@ class Ground:
         return {
             "S": lay.ranks, "K": lay.choices, "KP": _power(lay.choices), "most": lay.most, "half": lay.half,
             "weights_at": lay.weights_at, "rows_at": lay.rows_at, "stride": lay.row_bytes // dtype.itemsize,
-            "DTYPE": self._types[dtype],
+            "DTYPE": self._kernels.TYPES[dtype],
         }  # fmt: skip
 
     def _wide(self, dtype: torch.dtype) -> Any:
-        return self._types[torch.promote_types(dtype, torch.float32)]
+        return self._kernels.TYPES[torch.promote_types(dtype, torch.float32)]
 
     def _tile(self, dim: int, itemsize: int, *, link: bool = False) -> dict[str, int]:
         nbytes, warps = (self.sizes.tile_bytes, self.sizes.warps) if link else (8192, 8)

@@ -72,7 +72,7 @@ def test_a_calibration_times_every_form_and_is_the_same_on_all_ranks(topology: T
     tables = VirtualWorld(topology).run(work)
     assert all(found == tables[0] for found in tables)
     found = tables[0]
-    assert {e.kind for e in found.entries} == set(CANDIDATES)
+    assert {e.kind for e in found.entries} == set(CANDIDATES) - {"nvlink"}  # not on a CPU, nor where there is training
     assert {e.kind for e in found.entries if e.refused} == refused
     assert not any(e.kind == "overlapped" and not e.refused for e in found.entries if e.phase == "train")
     assert {(e.phase, e.tokens) for e in found.entries} == {("train", 4), ("prefill", 8), ("decode", 0), ("decode", 1)}
