@@ -84,7 +84,8 @@ def choose(group: str, taken: Sequence[int], names: Sequence[str]) -> int:
     """
     weights = [hashlib.blake2b(f"{name}\0{group}".encode(), digest_size=8).digest() for name in names]
     home = max(range(len(names)), key=weights.__getitem__)
-    return home if not group or taken[home] <= min(taken) + _SLACK else min(range(len(taken)), key=taken.__getitem__)
+    idlest = min(range(len(taken)), key=taken.__getitem__)
+    return home if group and taken[home] <= taken[idlest] + _SLACK else idlest
 
 
 class Fleet:
@@ -130,9 +131,9 @@ class Fleet:
             )
 
     def suspect(self, server: Server, fault: ServerError) -> None:
-        """A server failed: count it, take it out, and mend it."""
-        self.faults[fault.kind] += 1
+        """A server failed: count it, take it out, and mend it. What others saw of the same failure is not counted."""
         if server.up:
+            self.faults[fault.kind] += 1
             server.up = False
             server.mending = asyncio.create_task(self._mend(server, fault))
 

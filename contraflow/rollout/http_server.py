@@ -6,8 +6,8 @@ One request a connection. A client that hangs up cancels what is done for it.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ class Reply:
 
     status: int = 200
     body: Any = None
-    events: AsyncIterator[Any] | None = field(default=None, compare=False)
+    events: AsyncGenerator[Any, None] | None = field(default=None, compare=False)
 
 
 class HttpServer:
@@ -95,9 +95,10 @@ class HttpServer:
             data = b"" if reply.body is None else json.dumps(reply.body).encode()
             writer.write(protocol.send(h11.Data(data=data)) or b"")
         else:
-            async for event in reply.events:
-                writer.write(protocol.send(h11.Data(data=b"data: " + json.dumps(event).encode() + b"\n\n")) or b"")
-                await writer.drain()
+            async with aclosing(reply.events) as events:
+                async for event in events:
+                    writer.write(protocol.send(h11.Data(data=b"data: " + json.dumps(event).encode() + b"\n\n")) or b"")
+                    await writer.drain()
             writer.write(protocol.send(h11.Data(data=b"data: [DONE]\n\n")) or b"")
         writer.write(protocol.send(h11.EndOfMessage()) or b"")
         with suppress(OSError):  # a client that hangs up has what it wanted

@@ -4,6 +4,7 @@ Takes the section, the model and the run's folder; gives an engine that starts n
 """
 
 import os
+import secrets
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -49,7 +50,7 @@ def open_servers(
         found.append(Server(vllm.Vllm(client), Attached(url, deadline_s=server.start_deadline_s)))
     for index in range(0 if server.urls else server.count):
         # A socket in a folder that only this user can enter: the weights' endpoints ask for no key.
-        socket = Path(tempfile.mkdtemp(prefix="contraflow-")) / "socket"
+        socket = Path(tempfile.gettempdir()) / f"contraflow-{secrets.token_hex(8)}" / "socket"
         client = _client(f"unix:{socket}", key, server.request_deadline_s)
         process = Started(
             client.url,

@@ -10,7 +10,8 @@ import base64
 import io
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,10 @@ class VllmTwin:
             return Reply(reply.status, events=self._tampered(ask.path, reply.events))
         return Reply(reply.status, self._tamper(ask.path, reply.body))
 
-    async def _tampered(self, path: str, events: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        async for event in events:
-            yield self._tamper(path, event)
+    async def _tampered(self, path: str, events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+        async with aclosing(events):
+            async for event in events:
+                yield self._tamper(path, event)
 
     async def _routed(self, ask: Ask) -> Reply:
         match ask.method, ask.path:
@@ -147,7 +149,7 @@ class VllmTwin:
         rows += [{str(t): {"logprob": float(s)}} for t, s in zip(prompt[1:].tolist(), scores, strict=True)]
         return Reply(body={"choices": [{"index": 0, "finish_reason": "length"}], "prompt_logprobs": rows})
 
-    async def _stream(self, prompt: Int32, sampling: dict[str, Any]) -> AsyncIterator[Any]:
+    async def _stream(self, prompt: Int32, sampling: dict[str, Any]) -> AsyncGenerator[Any, None]:
         """Token by token, each a request of its own: the noise is a function of seed and position."""
         left, stop = int(sampling["max_tokens"]), None
         while stop is None:

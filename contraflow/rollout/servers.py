@@ -4,6 +4,7 @@ Takes words and an environment, or nothing; gives a server that answers. What a 
 """
 
 import asyncio
+import shutil
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -39,14 +40,17 @@ class Started:
     def __init__(
         self, url: str, words: Sequence[str], environment: Mapping[str, str], log: Path, *, deadline_s: float
     ) -> None:
-        """`log` is appended to."""
+        """`log` is appended to. The folder of a `unix:` address is made, for this user only, and removed again."""
         self._url, self._words, self._environment = url, words, environment
         self._log, self._deadline_s = log, deadline_s
         self._keeper: asyncio.subprocess.Process | None = None
+        self._socket = Path(url.removeprefix("unix:")) if url.startswith("unix:") else None
 
     async def start(self, answers: Answers) -> None:
         """Start it anew. Raises: ServerError when it ends, with its last words, or is late."""
         await self.stop()
+        if self._socket is not None:
+            self._socket.parent.mkdir(mode=0o700)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             self._keeper = await asyncio.create_subprocess_exec(
@@ -77,6 +81,8 @@ class Started:
                 await keeper.wait()
         except TimeoutError:
             keeper.kill()
+        if self._socket is not None:
+            shutil.rmtree(self._socket.parent, ignore_errors=True)
 
     def _last_words(self) -> str:
         with self._log.open("rb") as log:

@@ -72,10 +72,10 @@ class Vllm:
         }
         async with aclosing(self._client.stream("/inference/v1/generate", body)) as events:
             async for event in events:
-                if "error" in event:
+                if isinstance(event, dict) and "error" in event:
                     raise ServerError(self.url, "failed", f"request {piece.id!r}: {event['error']}")
-                for choice in self._read("generate", lambda event=event: list(event["choices"])):  # type: ignore[misc]
-                    yield self._read("generate", lambda choice=choice: _chunk(choice))  # type: ignore[misc]
+                for chunk in self._read("generate", lambda event=event: [_chunk(c) for c in event["choices"]]):  # type: ignore[misc]
+                    yield chunk
 
     async def score(self, prompts: Sequence[Int32], salt: str) -> tuple[Float32, ...]:
         """See `Dialect`. vLLM looks nothing up in its cache for a prompt whose log-probabilities are asked for."""

@@ -56,13 +56,14 @@ class TwinProcess:
     socket: Path
     context_tokens: int
     options: dict[str, Any] = field(default_factory=dict)
+    kind: type[VllmTwin] = VllmTwin
     twin: VllmTwin | None = None
     starts: int = 0
 
     async def start(self, answers: Callable[[], Coroutine[Any, Any, None]]) -> None:
         await self.stop()
         self.starts += 1
-        self.twin = VllmTwin(self.folder, context_tokens=self.context_tokens, **self.options)
+        self.twin = self.kind(self.folder, context_tokens=self.context_tokens, **self.options)
         await self.twin.open(self.socket)
         await answers()
 
@@ -101,17 +102,20 @@ def over_twins(
     section: EngineSection | None = None,
     version: Version | None = None,
     on_broken: Callable[[str], None] = lambda reason: None,
+    kind: type[VllmTwin] = VllmTwin,
+    key: str = "",
     **options: Any,
 ) -> Twins:
-    """`place` is a folder of the test's own."""
+    """`place` is a folder of the test's own; `key` is what the engine says, `options` are the twins'."""
     section = section or served_section()
     folder = model_folder(config, place / "model")
     options = {"routes": section.routes, **options}
     processes = [
-        TwinProcess(folder, place / f"s{index}", section.context_tokens, dict(options)) for index in range(count)
+        TwinProcess(folder, place / f"s{index}", section.context_tokens, dict(options), kind) for index in range(count)
     ]
     servers = [
-        Server(Vllm(HttpClient(f"unix:{p.socket}", deadline_s=section.server.request_deadline_s)), p) for p in processes
+        Server(Vllm(HttpClient(f"unix:{p.socket}", key=key, deadline_s=section.server.request_deadline_s)), p)
+        for p in processes
     ]
     engine = ServedEngine(
         servers, section, config, folder, clock=time.perf_counter, version=version, on_broken=on_broken
