@@ -65,6 +65,10 @@ class Engine(Section):
     routes: bool = False  # record each token's experts
     device: Device = "cpu"  # cpu, cuda or cuda:N: rank r takes GPU N + r, further workers the ones behind
     compute: Compute = "float32"  # of the forward pass; bfloat16 keeps weights so, but for router and head
+    graphs: Literal["auto", "off"] = "auto"  # replay decode passes as CUDA graphs; auto: on a GPU, with one rank
+    lookahead: Literal["auto", "on", "off"] = (
+        "auto"  # begin a pass before the last one's tokens are read; auto: as graphs
+    )
     replace_every: Annotated[int, Field(ge=0)] = 0  # refreshes between placements of experts by load; 0: in order
     spare_experts: Annotated[int, Field(ge=0)] = 0  # slots of each rank for replicas of popular experts
     offload: Literal["none", "all"] = "none"  # to the host while the trainer steps: weights and KV cache; native only
@@ -112,6 +116,15 @@ class Engine(Section):
             raise ValueError(
                 f"offload = {self.offload!r} with kind = {self.kind!r} and {self.parallel.ranks} ranks: only a native"
                 " engine of one rank gives its memory away; set offload = 'none'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_wait_for_each_other(self) -> Self:
+        if self.lookahead == "on" and self.parallel.ranks > 1:
+            raise ValueError(
+                f"lookahead = 'on' with {self.parallel.ranks} ranks: they settle every pass among themselves;"
+                " leave it at 'auto', which looks ahead where it can"
             )
         return self
 

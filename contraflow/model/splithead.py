@@ -57,10 +57,10 @@ class SplitLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, temperature: float, size: int, fuse: bool
     ) -> tuple[Tensor, Tensor]:
-        halves_V2D = _halves(head_VD)
+        halves_V2D = halves(head_VD)
         kept = [hidden_TD.new_empty(hidden_TD.shape[0], dtype=torch.float32) for _ in range(3)]
         for here in _chunks(hidden_TD.shape[0], size):
-            found = compiled(stats, fuse)(_logits(hidden_TD[here], halves_V2D), targets_T[here], temperature)
+            found = compiled(stats, fuse)(split_logits(hidden_TD[here], halves_V2D), targets_T[here], temperature)
             for whole_T, part_C in zip(kept, found, strict=True):
                 whole_T[here] = part_C
         ctx.save_for_backward(hidden_TD, halves_V2D, targets_T, *kept)
@@ -75,7 +75,7 @@ class SplitLogprobs(torch.autograd.Function):
         grad_head_VD = torch.zeros_like(high_VD, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for here in _chunks(hidden_TD.shape[0], ctx.size):
             grad_CV = compiled(pull, ctx.fuse)(
-                _logits(hidden_TD[here], halves_V2D),
+                split_logits(hidden_TD[here], halves_V2D),
                 targets_T[here],
                 Stats(*(whole_T[here] for whole_T in kept)),
                 by_logprob_T[here],
@@ -94,13 +94,18 @@ def _chunks(tokens: int, size: int) -> Iterator[slice]:
     return (slice(tokens * i // count, tokens * (i + 1) // count) for i in range(count))
 
 
-def _halves(head_VD: Tensor) -> Tensor:
-    """bf16 `[V, 2D]`: the weights rounded, and what that lost."""
-    high_VD = head_VD.bfloat16()
-    return torch.cat([high_VD, (head_VD - high_VD).bfloat16()], 1)
+def halves(head_VD: Tensor, out: Tensor | None = None) -> Tensor:
+    """bf16 `[V, 2D]`: the fp32 weights rounded, and what that lost; written to `out`, if given."""
+    width = head_VD.shape[1]
+    out = head_VD.new_empty(head_VD.shape[0], 2 * width, dtype=torch.bfloat16) if out is None else out
+    high_VD, low_VD = out.split(width, 1)
+    high_VD.copy_(head_VD)
+    low_VD.copy_(head_VD - high_VD)
+    return out
 
 
-def _logits(hidden_CD: Tensor, halves_V2D: Tensor) -> Tensor:
+def split_logits(hidden_CD: Tensor, halves_V2D: Tensor) -> Tensor:
+    """fp32 `[C, V]` from hidden states in bf16 and what `halves` gave."""
     return _product(torch.cat([hidden_CD, hidden_CD], 1), halves_V2D.t())
 
 

@@ -4,6 +4,7 @@ Takes requests with an opaque waiter each, gives (waiter, completion or error) p
 at a time and is deterministic; `native.py` puts it on a thread or into a loop.
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from contraflow.model.blocks import BlockPool
 from contraflow.model.decoder import Decoder
 from contraflow.model.families import ModelConfig
 from contraflow.rollout.engine import EngineReport, check_request, spans_of
-from contraflow.rollout.passes import Passes
+from contraflow.rollout.passes import Flight, Passes
 from contraflow.rollout.peers import Alone, Peers
 from contraflow.rollout.rest import Rest
 from contraflow.rollout.schedule import Scheduler, Sequence
@@ -36,6 +37,10 @@ class EngineCore:
     Invariant: every submitted sequence gives exactly one outcome. `version` is what the weights are whenever a step
     runs. The account's cause is "idle" between calls. Of an engine spread over ranks this is one rank's part, and
     `step` and `swap` are collective.
+
+    With `passes.ahead`, a step begins its decode pass before it reads what the one before sampled, which nothing but
+    stops depends on. A sequence that stopped is then computed once more, for nothing, within its own blocks; one that
+    reaches its length gives its row away in time. Whatever takes a sequence away or changes weights lands that first.
     """
 
     def __init__(
@@ -70,7 +75,7 @@ class EngineCore:
         self._scheduler = Scheduler(
             self._pool, max_sequences=section.max_sequences, prefill_tokens=section.prefill_tokens
         )
-        self._passes = Passes(decoder, section, blocks=blocks)
+        self._passes = Passes(decoder, section, blocks=blocks, alone=peers is None)
         self._rows = self._passes.rows
         self.slots = slots
         self._weights = LiveWeights(decoder, None if slots is None else slots.tables)
@@ -78,6 +83,7 @@ class EngineCore:
         self._rest = Rest(self._passes, self._pool, self._weights)
         self._sequences: dict[str, Sequence] = {}
         self._outcomes: list[Outcome] = []
+        self._flights: deque[Flight] = deque()  # decode passes whose tokens were not read, oldest first
         self._arrivals = self._steps = self._tokens = self._fed_tokens = self._swaps = 0
         self._longest_stall_s = 0.0
 
@@ -138,12 +144,14 @@ class EngineCore:
 
     def abort(self, ids: Iterable[str]) -> None:
         """End these requests with what they have; ids not in flight pass."""
+        self._drain()
         for sequence in [self._sequences[i] for i in ids if i in self._sequences]:
             self._remove(sequence)
             self._outcomes.append((sequence.waiter, self._completion(sequence, StopReason.ABORTED, None)))
 
     def fail(self, error: EngineError) -> None:
         """Give every request in flight `error`. What the cache held is forgotten: a step may have broken off."""
+        self._flights.clear()
         self._scheduler.refresh()
         for sequence in list(self._sequences.values()):
             self._remove(sequence)
@@ -158,11 +166,13 @@ class EngineCore:
 
     def step(self) -> None:
         """Prefill a budget's worth, decode every ready sequence by one token, and finish those that ended."""
-        account, scheduler, passes = self.account, self._scheduler, self._passes
+        account, scheduler, passes, rows = self.account, self._scheduler, self._passes, self._rows
         account.switch("schedule")
+        for sequence in rows.closing():
+            rows.part(sequence)
         self._grow()
         plan = scheduler.plan(self.version)
-        prefill, decode = self._peers.passes(bool(plan.chunks), bool(plan.ready or self._rows.count))
+        prefill, decode = self._peers.passes(bool(plan.chunks), bool(plan.ready or rows.count))
         if prefill:
             account.switch("prefill")
             passes.prefill(plan.chunks) if plan.chunks else passes.idle("prefill")
@@ -171,15 +181,10 @@ class EngineCore:
             passes.copy(plan.copies)
         passes.join(plan.ready)
         scheduler.settle()
-        if self._rows.count:
+        if decode:
             account.switch("decode")
-            sampled_2B = self._peers.sampled(passes.decode())
-            account.switch("schedule")
-            self._tokens += self._rows.count
-            self._finish(self._rows.advance(sampled_2B))
-        elif decode:
-            account.switch("decode")
-            passes.idle("decode")
+            self._flights.append(passes.launch()) if rows.count else passes.idle("decode")
+        self._land(leaving=1 if passes.ahead and rows.count else 0)
         self._steps += 1
         account.switch("idle")
 
@@ -187,8 +192,10 @@ class EngineCore:
         """See `Engine.swap`."""
         start = self._clock()
         try:
+            self._drain()
             with self.account.charge("swap"):
                 self._weights.load(tensors, probe, self._peers.consent)
+                self._passes.refresh()
                 self._flip(version)
         finally:
             stall = self._clock() - start
@@ -228,6 +235,7 @@ class EngineCore:
             seconds=self.account.seconds(),
             doing=self.account.cause,
             forms=self._told,
+            decoding=self._passes.told,
         )
 
     def _limit(self, request: Request) -> int:
@@ -241,9 +249,31 @@ class EngineCore:
                 if scheduler.grow(sequence):
                     self._rows.grown(sequence)
                     break
+                if self._flights:  # who has ended already leaves blocks
+                    self._drain()
+                    continue
                 youngest = scheduler.youngest()
                 self._leave_row(youngest)
                 scheduler.preempt(youngest, self.version)
+
+    def _drain(self) -> None:
+        """Let everything land that is under way: what the host knows is then all there is."""
+        if self._flights:
+            with self.account.charge("decode"):
+                self._land(leaving=0)
+
+    def _land(self, *, leaving: int) -> None:
+        """Take the tokens of the oldest passes under way, but for so many of the latest."""
+        while len(self._flights) > leaving:
+            flight = self._flights.popleft()
+            self.account.switch("decode")
+            sampled_2B = self._peers.sampled(flight.sampled())
+            self.account.switch("schedule")
+            count, ended = self._rows.land(flight.leg, sampled_2B)
+            self._tokens += count
+            self._finish(ended)
+        if not self._sequences:
+            self._flights.clear()  # it computes for nobody
 
     def _finish(self, ended: list[tuple[Sequence, StopReason]]) -> None:
         if not ended:

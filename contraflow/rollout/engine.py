@@ -41,6 +41,7 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     promised: float = 0.0  # the same loads as experts have lain since
     forms: tuple[str, ...] = ()  # how tokens reach experts on other ranks: asked for, chosen, and why
     faults: dict[str, int] = {}  # failures of servers, by kind; none where there are no servers
+    decoding: str = ""  # how decode passes run: in CUDA graphs or not and why, and whether one waits for the other
 
 
 class Engine(Protocol):

@@ -1,14 +1,15 @@
 """The computing of a step: a prefill pass, block copies, a decode pass. The engine's only file that runs the model.
 
-Takes what the scheduler planned and the decode rows, writes K/V (and experts) into the cache, gives sampled tokens.
-Decides nothing. A decode pass reads nothing from the device but its result, has fixed-size inputs in fixed places and
-one of a few batch sizes, as a CUDA graph needs it.
+Takes what the scheduler planned and the decode rows, writes K/V (and experts) into the cache, gives what will have been
+sampled. Decides nothing. No pass waits for the device; a decode pass has fixed-size inputs in fixed places and one of a
+few batch sizes, so that it can be a CUDA graph.
 
-Shape letters: T tokens fed, B rows, Q tokens of the longest chunk, N blocks of a table, M MoE layers, K experts, L
-positions of a sequence.
+Shape letters: T tokens fed, B rows, R rows there are, Q tokens of the longest chunk, N blocks of a table, M MoE layers,
+K experts, L positions of a sequence, V vocabulary, D width.
 """
 
 import dataclasses
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 
 import numpy as np
@@ -25,8 +26,24 @@ from contraflow.model.moe import MoE
 from contraflow.model.paged import paged_plan
 from contraflow.model.router import RouterTape
 from contraflow.model.sinks import Sight
+from contraflow.model.splithead import halves, split_logits
+from contraflow.rollout.exchange import Exchange
+from contraflow.rollout.graphs import Capture, Graphs
+from contraflow.rollout.routestore import RouteStore
 from contraflow.rollout.rowcache import RowCache, RowPlan
-from contraflow.rollout.rows import GREEDY, LENGTH, NOISE, POSITION, SCALE, SLOT, TOKEN, DecodeRows
+from contraflow.rollout.rows import (
+    GREEDY,
+    HOME,
+    LENGTH,
+    NOISE,
+    POSITION,
+    SCALE,
+    SLOT,
+    TOKEN,
+    UNREAD,
+    DecodeRows,
+    Leg,
+)
 from contraflow.rollout.sampling import sample
 from contraflow.rollout.schedule import Chunk, Sequence
 from contraflow.types import Int32, Int64, Routes
@@ -43,19 +60,30 @@ def bucket(count: int) -> int:
     return -(-count // step) * step
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flight:
+    """A decode pass under way. `sampled` waits for it: int32 `[2, B]`, tokens and the bits of their logprobs."""
+
+    leg: Leg
+    sampled: Callable[[], Int32]
+
+
 class Passes:
     """A decoder with its paged cache, and beside each cached position the experts that computed it.
 
     Invariant: `cache`, `routes` and the decode inputs stay where they are; the last block of the cache is scratch, for
-    padding rows to write to.
+    padding rows to write to. With `ahead`, a decode pass finds the tokens to feed where the one before left them.
     """
 
-    def __init__(self, decoder: Decoder, section: EngineSection, *, blocks: int) -> None:
+    def __init__(self, decoder: Decoder, section: EngineSection, *, blocks: int, alone: bool = True) -> None:
+        """`alone`: no other rank takes part in passes, so none depends on what a host reads between."""
         self.decoder = decoder
         config, self.device = decoder.config, next(decoder.parameters()).device
         attention = decoder.layers[0].attention
         if isinstance(attention, Attention):  # a tensor-parallel rank has its share of the heads, and caches those
             config = dataclasses.replace(config, heads=attention.heads, kv_heads=attention.kv_heads)
+        cuda = self.device.type == "cuda"
+        self.ahead = alone and (section.lookahead == "on" or (section.lookahead == "auto" and cuda))
         self.cache = KVCache(
             config,
             blocks=blocks + 1,
@@ -63,28 +91,45 @@ class Passes:
             dtype=decoder.compute_dtype,
             device=self.device,
         )
+        rows = bucket(section.max_sequences)
         self.rows = DecodeRows(
-            bucket(section.max_sequences),
+            rows,
             context_tokens=section.context_tokens,
             block_tokens=section.block_tokens,
             scratch=blocks,
-            pinned=self.device.type == "cuda",
+            ahead=self.ahead,
         )
-        self._inputs = [
-            host if self.device.type == "cpu" else host.to(self.device)
-            for host in (self.rows.numbers, self.rows.tables, self.rows.reals)
-        ]
+        host = (self.rows.numbers, self.rows.tables, self.rows.reals)
+        self._exchange = Exchange(host, rows, self.device, passes=1 + self.ahead)
+        self._newest_H = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)  # token of each home
         self._batches: dict[int, tuple[tuple[Tensor, ...], Tensor, tuple[Tensor, ...]]] = {}
         mixtures = [module for module in decoder.modules() if isinstance(module, MoE)]
-        if self.device.type != "cpu" and all(isinstance(mixture.dispatch, LocalDispatch) for mixture in mixtures):
+        if cuda and all(isinstance(mixture.dispatch, LocalDispatch) for mixture in mixtures):
             # The exact form reads a count on the host; the fixed form has a row for each pair, so none is lost.
             decoder.use_dispatch(LocalDispatch(config.experts, capacity=1 << 40))
         self._spread = [mixture.dispatch for mixture in mixtures if not isinstance(mixture.dispatch, LocalDispatch)]
         self.near: RowCache | None = None
-        if self.device.type == "cpu" and section.max_sequences * section.context_tokens <= section.kv_tokens:
+        if not cuda and not self.ahead and section.max_sequences * section.context_tokens <= section.kv_tokens:
             # Every row could be full and it would still take no more memory than the cache and a layer.
             self.near = RowCache(self.cache, bucket(section.max_sequences), section.context_tokens)
-        self.routes = self._route_store(section) if section.routes else None
+        self.routes = RouteStore(decoder.config, self.cache) if section.routes and decoder.config.experts else None
+        self._halves_V2D = halves(decoder.head) if cuda and decoder.compute_dtype == torch.bfloat16 else None
+        self.graphs: Graphs | None = None
+        if cuda and alone and not self._spread and section.graphs == "auto":
+            capture = Capture(self.device)
+            self.graphs = Graphs(self._decode, rows=rows, capture=capture, free=capture.free)
+
+    @property
+    def told(self) -> str:
+        """How decode passes run, for people."""
+        how = "eager" if self.graphs is None else self.graphs.told
+        return f"{how}; {'one ahead of the tokens read' if self.ahead else 'one by one'}"
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        """The weights changed, in place: so does, in place, what is made from them."""
+        if self._halves_V2D is not None:
+            halves(self.decoder.head, self._halves_V2D)
 
     @torch.inference_mode()
     def prefill(self, chunks: Rows[Chunk]) -> None:
@@ -106,8 +151,7 @@ class Passes:
         slots_T = tables_BN[row_T, positions_T // block_tokens] * block_tokens + positions_T % block_tokens
         lengths_B = np.array([chunk.end for chunk in chunks])
         tokens, positions, tables, lengths, slots, queries = (
-            torch.from_numpy(x.astype(np.int64)).to(self.device)
-            for x in (tokens_T, positions_T, tables_BN, lengths_B, slots_T, queries_BQ)
+            self._there(x.astype(np.int64)) for x in (tokens_T, positions_T, tables_BN, lengths_B, slots_T, queries_BQ)
         )
         self._forward(tokens, positions, paged_plan(self.cache, tables, lengths, slots, queries), slots)
 
@@ -121,10 +165,10 @@ class Passes:
     @torch.inference_mode()
     def copy(self, pairs: Rows[tuple[int, int]]) -> None:
         """Copy whole blocks, K/V and experts: all sources are read before any destination is written."""
-        source, target = torch.tensor(pairs, dtype=torch.int64, device=self.device).T
+        source, target = self._there(np.array(pairs, np.int64).T.copy()).unbind()
         self.cache.pool.index_copy_(1, target, self.cache.pool.index_select(1, source))
         if self.routes is not None:
-            self.routes.index_copy_(0, target, self.routes.index_select(0, source))
+            self.routes.copy(source, target)
 
     @torch.inference_mode()
     def join(self, sequences: Rows[Sequence]) -> None:
@@ -137,83 +181,101 @@ class Passes:
     @torch.inference_mode()
     def leave(self, sequences: Rows[Sequence]) -> None:
         """Take these sequences' rows away; the blocks they filled then hold their K/V, if others may share it."""
-        self._spill([sequence for sequence in sequences if sequence.pure])
+        if self.near is None:
+            for sequence in sequences:
+                self.rows.leave(sequence)
+            return
+        self._spill(self.near, [sequence for sequence in sequences if sequence.pure])
         # Last row first: then only rows that stay are moved.
         for sequence in sorted(sequences, key=self.rows.row_of, reverse=True):
             row = self.rows.row_of(sequence)
             self.rows.leave(sequence)
-            if self.near is not None and row < self.rows.count:
+            if row < self.rows.count:
                 self.near.move(self.rows.count, row, len(self.rows.sequences[row].blocks) * self.cache.block_tokens)
 
-    def _spill(self, sequences: Rows[Sequence]) -> None:
-        if self.near is None:
-            return
+    def _spill(self, near: RowCache, sequences: Rows[Sequence]) -> None:
         moves = [
             (self.rows.row_of(sequence), page, sequence.blocks[page])
             for sequence in sequences
             for page in range(*self.rows.filled(sequence))
         ]
         if moves:
-            self.near.spill(*zip(*moves, strict=True))
+            near.spill(*zip(*moves, strict=True))
 
     def enter(self, phase: Phase) -> None:
         """The pass that follows is of this phase, on all ranks: tokens may travel in another form."""
         for dispatch in self._spread:
             dispatch.enter(phase)
 
-    def decode(self) -> Int32:
-        """Feed each row's token and sample its next: `[2, B]` on the host, tokens and the bits of their logprobs."""
+    def launch(self) -> Flight:
+        """Begin to feed each row's token and to sample its next."""
         self.enter("decode")
-        rows, blocks = self.rows, self.rows.prepare()
-        if self.device.type != "cpu":
-            blocks = min(bucket(blocks), rows.tables.shape[1])
-            for device, host in zip(self._inputs, (rows.numbers, rows.tables, rows.reals), strict=True):
-                device.copy_(host, non_blocking=True)
-        sampled: Int32 = self._decode(bucket(rows.count), blocks).cpu().numpy()
-        return sampled[:, : rows.count]
+        self.rows.prepare()
+        count = self.rows.count
+        self._exchange.send()
+        (self._decode if self.graphs is None else self.graphs.run)(bucket(count))
+        samples = self._exchange.receive()
+        return Flight(self.rows.depart(), lambda: samples()[:, :count])
 
     @torch.inference_mode()
-    def _decode(self, rows: int, blocks: int) -> Tensor:
-        """The part a CUDA graph can hold: as `decode`, for the first `rows` rows and on the device."""
+    def _decode(self, rows: int) -> None:
+        """The part a CUDA graph can hold: as `launch`, for the first `rows` rows, on the device."""
         numbers_B, tables_BN, reals_B = self._views(rows)
-        slots_B, lengths_B = numbers_B[SLOT], numbers_B[LENGTH]
+        tokens_B, slots_B, lengths_B, homes_B = (numbers_B[i] for i in (TOKEN, SLOT, LENGTH, HOME))
+        if self.ahead:
+            tokens_B = torch.where(tokens_B == UNREAD, self._newest_H.index_select(0, homes_B), tokens_B)
         plan: Plan
         if self.near is None:
-            plan = paged_plan(self.cache, tables_BN[:, :blocks], lengths_B, slots_B)
+            plan = paged_plan(self.cache, tables_BN[:, : self._width()], lengths_B, slots_B)
         else:
-            plan = RowPlan(self.near, numbers_B[POSITION], lengths_B, blocks * self.cache.block_tokens)
-        hidden_BD = self._forward(numbers_B[TOKEN], numbers_B[POSITION], plan, slots_B)
+            plan = RowPlan(self.near, numbers_B[POSITION], lengths_B, self._width() * self.cache.block_tokens)
+        hidden_BD = self._forward(tokens_B, numbers_B[POSITION], plan, slots_B)
         tokens_B, logprobs_B = sample(
-            self.decoder.logits(hidden_BD),
+            self._logits(hidden_BD),
             scales_B=reals_B[SCALE],
             # On a device the kernels of a step are always the same; here two less are 12 of its 2000 us.
             greedy_B=reals_B[GREEDY] > 0 if self.rows.greedy or self.device.type != "cpu" else None,
             uniforms_B=reals_B[NOISE],
         )
-        return torch.stack((tokens_B.to(torch.int32), logprobs_B.view(torch.int32)))
+        if self.ahead:
+            self._newest_H.index_copy_(0, homes_B, tokens_B)
+        samples_2B = self._exchange.samples[:, :rows]
+        samples_2B[0] = tokens_B
+        samples_2B[1] = logprobs_B.view(torch.int32)
+
+    def _width(self) -> int:
+        """Blocks of a table that attention is shown: on a GPU all, since its kernels go by lengths and sizes are few."""
+        return self.rows.blocks if self.device.type == "cpu" else self.rows.tables.shape[1]
+
+    def _logits(self, hidden_BD: Tensor) -> Tensor:
+        """fp32 `[B, V]`: on a GPU by bf16 matrix units, as `splithead` says, where hidden states are in bf16."""
+        if self._halves_V2D is None:
+            return self.decoder.logits(hidden_BD)
+        return split_logits(hidden_BD, self._halves_V2D)
 
     def routes_of(self, sequences: Rows[Sequence]) -> list[Routes]:
         """Experts of every fed token of each sequence, `[L - 1, M, K]`, in one copy. They still hold their blocks."""
         if self.routes is None:
             raise ValueError("the engine was made without routes")
-        slots = torch.from_numpy(np.concatenate([self._slots(sequence) for sequence in sequences]))
-        read = self.routes.flatten(0, 1).index_select(0, slots.to(self.device)).cpu().numpy()
-        if self.routes.dtype == torch.int16:
-            read = read.view(np.uint16)
-        return np.split(read, np.cumsum([sequence.cached for sequence in sequences])[:-1])
+        return self.routes.read([self._slots(sequence) for sequence in sequences])
 
     def _forward(self, tokens_T: Tensor, positions_T: Tensor, plan: Plan, slots_T: Tensor) -> Tensor:
         if self.routes is None:
             return self.decoder(tokens_T, positions_T, plan)  # type: ignore[no-any-return]
         tape = RouterTape()
         hidden_TD: Tensor = self.decoder(tokens_T, positions_T, plan, tape=tape)
-        self.routes.flatten(0, 1).index_copy_(0, slots_T, tape.routes().view(self.routes.dtype))
+        self.routes.write(slots_T, tape)
         return hidden_TD
+
+    def _there(self, array: Int64) -> Tensor:
+        """The array on the device; the host does not wait until it is there."""
+        here = torch.from_numpy(array)
+        return here if self.device.type == "cpu" else here.pin_memory().to(self.device, non_blocking=True)
 
     def _views(self, rows: int) -> tuple[tuple[Tensor, ...], Tensor, tuple[Tensor, ...]]:
         """The first `rows` rows of the decode inputs, field by field: made once a batch size, since nothing moves."""
         if rows not in self._batches:
-            numbers, tables, reals = self._inputs
+            numbers, tables, reals = self._exchange.inputs
             self._batches[rows] = (numbers[:, :rows].unbind(), tables[:rows], reals[:, :rows].unbind())
         return self._batches[rows]
 
@@ -222,15 +284,6 @@ class Passes:
         column, offset = np.divmod(positions_L, self.cache.block_tokens)
         slots: Int64 = np.array(sequence.blocks)[column] * self.cache.block_tokens + offset
         return slots
-
-    def _route_store(self, section: EngineSection) -> Tensor | None:
-        config = self.decoder.config
-        if not config.experts:
-            return None
-        # torch can't index uint16 everywhere: the bits are kept as int16.
-        dtype = torch.uint8 if config.experts <= 256 else torch.int16
-        shape = (self.cache.blocks, section.block_tokens, len(config.moe_layers), config.top_k)
-        return torch.zeros(shape, dtype=dtype, device=self.device)
 
 
 class _Nobody:

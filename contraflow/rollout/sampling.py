@@ -4,12 +4,13 @@ The noise is known before the logits are: it is hashed on the host, beside a ste
 it on the device waits for nothing. No generator state. Does not truncate (top-k, top-p): what is sampled is the whole
 temperature-scaled softmax.
 
-Shape letters: B rows (sequences), V vocabulary.
+Shape letters: B rows (sequences), V vocabulary, C parts of it, P tokens of a part, N things to draw from.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from contraflow.types import Float32, Int64
 
@@ -18,6 +19,7 @@ _MASK = (1 << 64) - 1
 # The same as numpy scalars: making one costs as much as an operation on a small array.
 _GOLDEN_U, _MIX_1_U, _MIX_2_U, _27, _30, _31, _40 = map(np.uint64, (_GOLDEN, _MIX_1, _MIX_2, 27, 30, 31, 40))
 _UNIT = np.float32(2.0**-24)
+PART = 128  # tokens of a part; it divides the vocabularies of large models
 
 
 def stream_key(seed: int) -> int:
@@ -48,26 +50,56 @@ def sample(
 
     `scales_B` fp32 is 1/temperature; `greedy_B` bool rows take the largest logit instead (scale 1 there), None is none.
     """
+    if logits_BV.is_cuda:
+        return sample_by_parts(logits_BV, scales_B=scales_B, greedy_B=greedy_B, uniforms_B=uniforms_B)
     logprobs_BV = torch.log_softmax(logits_BV * scales_B[:, None], dim=-1)
-    tokens_B = invert_cdf(logprobs_BV.exp(), uniforms_B)
+    sums_BV = logprobs_BV.exp().cumsum(-1)  # in order, so it never falls, and rises only where there is mass
+    drawn_B1 = torch.searchsorted(sums_BV, uniforms_B[:, None] * sums_BV[:, -1:], right=True)
+    tokens_B = drawn_B1.squeeze(1).clamp_max_(logits_BV.shape[-1] - 1)  # past the end only when no number
     if greedy_B is not None:
         tokens_B = torch.where(greedy_B, logits_BV.argmax(-1), tokens_B)
     return tokens_B, logprobs_BV.gather(-1, tokens_B[:, None])[:, 0]
 
 
-def invert_cdf(mass_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    """int64 `[B]`: the token whose interval of the running sum of `mass_BV` holds the uniform, all in fp32.
+def sample_by_parts(
+    logits_BV: Tensor, *, scales_B: Tensor, greedy_B: Tensor | None, uniforms_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `sample`, for a GPU: the running sum is taken over parts of the vocabulary, then within the part it falls in.
 
-    A token of mass 0 is never drawn, whatever the rounding of the sum. A uniform is at most 1 - 2^-24, so its product
-    with the total rounds to less than that: some token is always within reach. Mass that is no number draws any.
+    Memory is what it costs there: logits are read three times, and a copy of them is written and changed once.
     """
-    sums_BV = mass_BV.cumsum(-1)
-    if not mass_BV.is_cuda:  # in order, so it never falls, and rises only where there is mass
-        drawn_B1 = torch.searchsorted(sums_BV, uniforms_B[:, None] * sums_BV[:, -1:], right=True)
-        return drawn_B1.squeeze(1).clamp_max_(mass_BV.shape[-1] - 1)  # past the end only when no number
-    # In parallel, so it need not even rise: only tokens with mass compete.
-    sums_BV = sums_BV.masked_fill_(mass_BV <= 0, 0)
-    return (sums_BV > uniforms_B[:, None] * sums_BV.amax(-1, keepdim=True)).byte().argmax(-1)
+    part = min(PART, logits_BV.shape[1])
+    parts_BCP = functional.pad(logits_BV, (0, -logits_BV.shape[1] % part), value=-torch.inf).unflatten(1, (-1, part))
+    tops_BC, scales_B1 = parts_BCP.amax(-1), scales_B[:, None]
+    highest_B1 = tops_BC.amax(-1, keepdim=True)
+    shift_B1 = -highest_B1 * scales_B1
+    mass_BC = torch.addcmul(shift_B1[..., None], parts_BCP, scales_B1[..., None]).exp_().sum(-1)
+    part_B1, within_B1 = invert_cdf(mass_BC, uniforms_B[:, None])
+    if greedy_B is not None:
+        part_B1 = torch.where(greedy_B[:, None], tops_BC.argmax(-1, keepdim=True), part_B1)
+    logits_BP = parts_BCP.gather(1, part_B1[..., None].expand(-1, 1, part))[:, 0]
+    scaled_BP = torch.addcmul(shift_B1, logits_BP, scales_B1)
+    place_B1, _ = invert_cdf(scaled_BP.exp(), within_B1)
+    if greedy_B is not None:
+        place_B1 = torch.where(greedy_B[:, None], logits_BP.argmax(-1, keepdim=True), place_B1)
+    logprobs_B1 = scaled_BP.gather(-1, place_B1) - mass_BC.sum(-1, keepdim=True).log()
+    return (part_B1 * part + place_B1)[:, 0], logprobs_B1[:, 0]
+
+
+def invert_cdf(mass_BN: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor]:
+    """int64 `[B, 1]`: whose interval of the running sum of `mass_BN` holds the uniform; and where in it, in [0, 1).
+
+    All in fp32. What has mass 0 is never drawn, whatever the rounding of the sum: a uniform is at most 1 - 2^-24, so
+    its product with the total rounds to less than that, and something is always within reach. On a GPU sums are taken
+    in parallel and need not even rise: only what has mass competes. Mass that is no number draws any.
+    """
+    sums_BN = mass_BN.cumsum(-1)
+    reach_BN = sums_BN.masked_fill(mass_BN <= 0, 0)
+    goals_B1 = uniforms_B1 * reach_BN.amax(-1, keepdim=True)
+    drawn_B1 = (reach_BN > goals_B1).byte().argmax(-1, keepdim=True)
+    taken_B1 = mass_BN.gather(-1, drawn_B1)
+    within_B1 = (goals_B1 - sums_BN.gather(-1, drawn_B1) + taken_B1) / taken_B1
+    return drawn_B1, within_B1.clamp(0, 1 - 2**-24)
 
 
 def _mix(z: int) -> int:

@@ -68,15 +68,16 @@ class Lab:
     routes: bool = True
 
 
-def section_of(policy: Policy, **parallel: Any) -> EngineSection:
+def section_of(policy: Policy, lookahead: Any = "auto", **parallel: Any) -> EngineSection:
     keys: dict[str, Any] = {"context_tokens": CONTEXT, "kv_tokens": 2048, "block_tokens": 8, "routes": True}
-    return EngineSection(**keys, on_refresh=policy, parallel=Parallel(**parallel))
+    return EngineSection(**keys, on_refresh=policy, lookahead=lookahead, parallel=Parallel(**parallel))
 
 
-def native(stepping: Literal["thread", "inline"]) -> Lab:
+def native(stepping: Literal["thread", "inline"], lookahead: str = "auto") -> Lab:
     def make(policy: Policy, version: Version | None) -> Engine:
         decoder = new_decoder(CONFIG, seed=0, std=0.3)
-        return NativeEngine(decoder, section_of(policy), clock=time.perf_counter, stepping=stepping, version=version)
+        section = section_of(policy, lookahead)
+        return NativeEngine(decoder, section, clock=time.perf_counter, stepping=stepping, version=version)
 
     return Lab(make, *releases())
 
@@ -153,7 +154,12 @@ LATER = [
     pytest.param("native-gang-ep", marks=pytest.mark.slow),
     pytest.param("served-vllm", marks=[pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(400)]),
 ]
-LABS = {"native-thread": native("thread"), "native-inline": native("inline"), "scripted": scripted()}
+LABS = {
+    "native-thread": native("thread"),
+    "native-inline": native("inline"),
+    "native-ahead": native("thread", "on"),
+    "scripted": scripted(),
+}
 
 
 @pytest.fixture(scope="module")

@@ -149,7 +149,7 @@ def test_a_swap_of_tensors_of_another_dtype_converts_them(native: Any) -> None:
     native.run(body)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     keys=st.fixed_dictionaries(
@@ -160,6 +160,7 @@ def test_a_swap_of_tensors_of_another_dtype_converts_them(native: Any) -> None:
             "max_sequences": st.integers(1, 16),
             "prefill_tokens": st.integers(1, 40),
             "on_refresh": st.sampled_from(["keep", "recompute"]),
+            "lookahead": st.sampled_from(["off", "on"]),
         }
     ),
 )

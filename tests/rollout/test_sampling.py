@@ -95,10 +95,11 @@ def test_only_tokens_with_mass_are_drawn_even_at_the_ends_of_the_unit_interval(v
     mass[:, [0, -1]] = 0 if vocab > 2 else 1
     mass[:, vocab // 2] = 1
     mass /= mass.sum(-1, keepdim=True)  # adds up to 1 only nearly
-    tokens = invert_cdf(mass, torch.full((64,), u))
-    assert (mass.gather(-1, tokens[:, None]) > 0).all()
+    tokens, within = invert_cdf(mass, torch.full((64, 1), u))
+    assert (mass.gather(-1, tokens) > 0).all()
+    assert ((within >= 0) & (within < 1)).all()
     if u == 0:
-        assert (tokens == (mass > 0).byte().argmax(-1)).all()
+        assert (tokens[:, 0] == (mass > 0).byte().argmax(-1)).all()
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 31, 50_000])
