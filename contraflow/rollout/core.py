@@ -144,8 +144,10 @@ class EngineCore:
 
     def abort(self, ids: Iterable[str]) -> None:
         """End these requests with what they have; ids not in flight pass."""
-        self._drain()
-        for sequence in [self._sequences[i] for i in ids if i in self._sequences]:
+        names = [name for name in ids if name in self._sequences]
+        if names:
+            self._drain()
+        for sequence in [self._sequences[name] for name in names if name in self._sequences]:
             self._remove(sequence)
             self._outcomes.append((sequence.waiter, self._completion(sequence, StopReason.ABORTED, None)))
 

@@ -46,7 +46,7 @@ class Graphs:
 
     def run(self, rows: int) -> None:
         """The pass, for at least these rows."""
-        if not self._replays:
+        if not self._replays and not self._full:
             rows = self._rows
         replay = self._replays.get(rows)
         if replay is not None:

@@ -244,7 +244,7 @@ class Passes:
         samples_2B[1] = logprobs_B.view(torch.int32)
 
     def _width(self) -> int:
-        """Blocks of a table that attention is shown: on a GPU all, since its kernels go by lengths and sizes are few."""
+        """Blocks of a table that attention is shown: on a GPU all, where kernels go by lengths, and sizes are few."""
         return self.rows.blocks if self.device.type == "cpu" else self.rows.tables.shape[1]
 
     def _logits(self, hidden_BD: Tensor) -> Tensor:

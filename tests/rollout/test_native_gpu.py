@@ -1,4 +1,4 @@
-"""The native engine on a GPU: the same function, and a decode pass that a CUDA graph can hold."""
+"""The native engine on a GPU: the same function, in CUDA graphs or not, ahead of the tokens read or not."""
 
 import time
 from dataclasses import replace
@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from contraflow.config import Engine as EngineSection
+from contraflow.errors import EngineError
 from contraflow.model.attention import PackedPlan
 from contraflow.model.decoder import Decoder, new_decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.kinds import Latent
 from contraflow.model.router import RouterTape
 from contraflow.rollout.core import EngineCore
-from contraflow.rollout.sampling import invert_cdf
+from contraflow.rollout.sampling import invert_cdf, sample
 from contraflow.types import Completion, Request, Version
 from contraflow.weights.probe import make_probe, probe_prompts
 
@@ -54,20 +55,34 @@ def core_of(*, dtype: torch.dtype = torch.float32, seed: int = 1, family: str = 
     return EngineCore(decoder, section, clock=time.perf_counter, version=Version(1, 1))
 
 
-def submit(core: EngineCore, count: int, *, new: int = 24) -> list[Request]:
+TIGHT = {"kv_tokens": 72, "prefill_tokens": 5, "max_sequences": 16}
+
+
+def submit(core: EngineCore, count: int, *, new: int = 24, stops: bool = False, prefix: str = "") -> list[Request]:
     draws = np.random.default_rng(0)
     requests = []
     for index in range(count):
         if index % 4 == 0:
             prompt = draws.integers(0, 64, draws.integers(1, 40)).astype(np.int32)
-        temperature = (1.0, 0.6, 0.0, 1.7)[index % 4]
         requests.append(
             Request(
-                id=str(index), prompt=prompt, seed=index, max_new_tokens=new, temperature=temperature, want_routes=True
+                id=f"{prefix}{index}",
+                prompt=prompt,
+                seed=index,
+                max_new_tokens=new,
+                temperature=(1.0, 0.6, 0.0, 1.7)[index % 4],
+                want_routes=core._passes.routes is not None,
+                stop_tokens=tuple(draws.integers(0, 64, 3).tolist()) if stops else (),
             )
         )
         core.submit(requests[-1], index)
     return requests
+
+
+def agreed(one: Completion, other: Completion) -> int:
+    """Tokens before the first that differs."""
+    pairs = zip(one.tokens.tolist(), other.tokens.tolist(), strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one.tokens), len(other.tokens)))
 
 
 def run(core: EngineCore) -> dict[Any, Completion]:
@@ -92,9 +107,7 @@ def packed(core: EngineCore, request: Request, answer: Completion) -> tuple[np.n
     return logprobs[len(request.prompt) - 1 :].cpu().numpy(), tape.routes().cpu().numpy()
 
 
-@pytest.mark.parametrize(
-    "keys", [{}, {"kv_tokens": 72, "prefill_tokens": 5, "max_sequences": 16}], ids=["roomy", "tight"]
-)
+@pytest.mark.parametrize("keys", [{}, TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp32_logprobs_and_experts_equal_those_of_a_packed_forward(family: str, keys: dict[str, Any]) -> None:
     core = core_of(family=family, **keys)
@@ -130,26 +143,122 @@ def test_a_swap_converts_proves_and_serves() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_decode_pass_reads_nothing_back_and_replays_from_a_graph(family: str) -> None:
+def test_a_pass_is_begun_without_a_wait_for_the_device(family: str) -> None:
     core = core_of(dtype=torch.bfloat16, family=family)
     submit(core, 8, new=60)
     for _ in range(6):
         core.step()
-    passes, blocks = core._passes, core._passes.rows.prepare()
-    passes.decode()  # uploads the rows; writing the same K/V again changes nothing
+    core._drain()
+    core._grow()
+    before = core.report().tokens
     torch.cuda.set_sync_debug_mode("error")
     try:
-        eager = passes._decode(8, blocks)
+        core._flights.append(core._passes.launch())
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = passes._decode(8, blocks)
-    graph.replay()
-    assert torch.equal(captured.cpu()[0], eager.cpu()[0])
-    logprobs = [bits.cpu()[1].view(torch.float32) for bits in (captured, eager)]
-    torch.testing.assert_close(*logprobs, atol=1e-2, rtol=0)
+    core._drain()
+    assert core.report().tokens == before + 8
+    run(core)
+
+
+def test_graphs_are_few_and_answers_those_of_eager_passes() -> None:
+    for dtype, tolerance in ((torch.float32, 5e-5), (torch.bfloat16, 0.05)):
+        given = []
+        for graphs in ("off", "auto"):
+            core = core_of(dtype=dtype, graphs=graphs, lookahead="off")
+            submit(core, 24)
+            given.append(run(core))
+            assert ("CUDA graphs" in core.report().decoding) == (graphs == "auto")
+        eager, replayed = given
+        for index, wanted in eager.items():
+            got = replayed[index]
+            same = agreed(wanted, got)
+            assert same == len(wanted.tokens) or dtype == torch.bfloat16
+            np.testing.assert_allclose(got.logprobs[:same], wanted.logprobs[:same], atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("graphs", ["off", "auto"])
+@pytest.mark.parametrize("keys", [{}, TIGHT], ids=["roomy", "tight"])
+def test_looking_ahead_changes_no_answer(graphs: str, keys: dict[str, Any]) -> None:
+    given = []
+    for lookahead in ("off", "on"):
+        core = core_of(graphs=graphs, lookahead=lookahead, **keys)
+        submit(core, 24, stops=True)
+        given.append(run(core))
+        assert (core.report().preempted > 0) == bool(keys)
+        assert core.report().kv_tokens_held == 0
+    for index, wanted in given[0].items():
+        got = given[1][index]
+        assert (got.tokens.tolist(), got.stop) == (wanted.tokens.tolist(), wanted.stop)
+        np.testing.assert_allclose(got.logprobs, wanted.logprobs, atol=1e-4, rtol=0)
+        np.testing.assert_array_equal(got.routes, wanted.routes)
+
+
+def test_graphs_go_on_with_weights_that_are_refreshed_in_place() -> None:
+    core = core_of(on_refresh="recompute")
+    requests = submit(core, 12, new=40)
+    for _ in range(8):
+        core.step()
+    before = core.report().decoding
+    core.abort(["11"])
+    new = core_of(seed=2)._passes.decoder
+    probe = make_probe(new, probe_prompts(64, prompts=4, tokens=16, seed=1), 1e-3)
+    core.swap(Version(1, 2), {name: tensor.cpu() for name, tensor in new.state_dict().items()}, probe)
+    answers = run(core)
+    assert int(before.split()[0]) >= 2  # the largest, and the one that was needed
+    for index, request in enumerate(requests[:11]):
+        (flip,) = [span.start for span in answers[index].spans if span.version == Version(1, 2)]
+        logprobs, _ = packed(core, request, answers[index])
+        assert 0 < flip < 40
+        np.testing.assert_allclose(answers[index].logprobs[flip:], logprobs[flip:], atol=1e-4, rtol=0)
+
+
+def test_a_head_in_halves_follows_the_weights_and_gives_nearly_fp32_log_probabilities() -> None:
+    core = core_of(dtype=torch.bfloat16)
+    new = core_of(dtype=torch.bfloat16, seed=2)._passes.decoder
+    probe = make_probe(new, probe_prompts(64, prompts=4, tokens=16, seed=1), 0.05)
+    place = core._passes._halves_V2D.data_ptr()
+    core.swap(Version(1, 2), {name: tensor.cpu() for name, tensor in new.state_dict().items()}, probe)
+    hidden = torch.randn(5, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).bfloat16()
+    exact = hidden.double() @ new.head.double().T
+    terms = hidden.double().abs() @ new.head.double().abs().T
+    assert ((core._passes._logits(hidden).double() - exact).abs() <= 2**-15 * terms).all()
+    assert core._passes._halves_V2D.data_ptr() == place
+
+
+def test_a_token_that_gives_no_numbers_ends_only_its_own_sequence_under_way_or_not() -> None:
+    core = core_of(kv_tokens=256, routes=False)  # blocks that held no numbers are used again
+    decoder = core._passes.decoder
+    with torch.no_grad():
+        decoder.embed[5].fill_(float("nan"))
+        decoder.head[5].fill_(-1.0)
+    ask = {"seed": 1, "max_new_tokens": 24}
+    for index in range(24):
+        last = 5 if index % 3 == 0 else 6
+        prompt = np.array([1, 2, 3, 4, index, last], np.int32)
+        if index != 5:
+            core.submit(Request(id=str(index), prompt=prompt, **ask), index)
+    while core.busy:
+        core.step()
+    for index, outcome in core.take_outcomes():
+        if index % 3 == 0:
+            assert isinstance(outcome, EngineError)
+        elif 5 not in outcome.tokens:
+            assert np.isfinite(outcome.logprobs).all()
+            assert len(outcome.tokens) == 24
+
+
+def test_memory_does_not_grow_with_steps() -> None:
+    core = core_of(dtype=torch.bfloat16, context_tokens=512, kv_tokens=8192)
+    held = []
+    for turn in range(5):
+        submit(core, 16, new=50, prefix=f"{turn}/")
+        for _ in range(40):
+            core.step()
+        held.append(torch.cuda.memory_allocated())
+        run(core)
+    assert core.report().steps >= 200
+    assert held[-1] <= held[1]
 
 
 @pytest.mark.parametrize("vocab", [3, 1000, 151_936])
@@ -161,5 +270,12 @@ def test_no_rounding_of_the_parallel_sum_draws_a_token_without_mass(vocab: int) 
     mass[:, vocab // 2] = 1
     mass /= mass.sum(-1, keepdim=True)
     for u in (0.0, 0.25, 0.999, 1 - 2**-24):
-        tokens = invert_cdf(mass, torch.full((256,), u, device="cuda"))
-        assert (mass.gather(-1, tokens[:, None]) > 0).all()
+        tokens, _ = invert_cdf(mass, torch.full((256, 1), u, device="cuda"))
+        assert (mass.gather(-1, tokens) > 0).all()
+        logits = mass.log()
+        ones = torch.ones(256, device="cuda")
+        drawn, logprobs = sample(logits, scales_B=ones, greedy_B=None, uniforms_B=ones * u)
+        assert (mass.gather(-1, drawn[:, None]) > 0).all()
+        torch.testing.assert_close(
+            logprobs.double(), mass.double().log().log_softmax(-1).gather(-1, drawn[:, None])[:, 0], atol=1e-4, rtol=0
+        )

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from contraflow.rollout.sampling import invert_cdf, sample, stream_key, uniforms
+from contraflow.rollout.sampling import invert_cdf, sample, sample_by_parts, stream_key, uniforms
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
@@ -129,3 +129,43 @@ def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:
     for i in range(50):
         alone, _ = sample(logits[i : i + 1], **{name: row[i : i + 1] for name, row in rows.items()})
         assert alone.item() == together[i].item()
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 127, 128, 129, 1000, 50_304])
+def test_a_draw_by_parts_is_the_draw_from_the_whole(vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(400, vocab, generator=generator) * 3
+    rows = {
+        "scales_B": 1 / torch.tensor([1.0, 0.7, 2.0, 1.0]).repeat(100),
+        "greedy_B": torch.tensor([False, False, False, True]).repeat(100),
+        "uniforms_B": torch.rand(400, generator=generator),
+    }
+    tokens, logprobs = sample_by_parts(logits, **rows)
+    exact = torch.log_softmax(logits.double() * rows["scales_B"][:, None], -1)
+    torch.testing.assert_close(logprobs.double(), exact.gather(-1, tokens[:, None])[:, 0], atol=2e-5, rtol=0)
+    assert (tokens == logits.argmax(-1))[rows["greedy_B"]].all()
+    # The uniform lies in the token's interval of the running sum, but for rounding.
+    ends = exact.exp().cumsum(-1).gather(-1, tokens[:, None])[:, 0]
+    starts = ends - exact.exp().gather(-1, tokens[:, None])[:, 0]
+    u, drawn = rows["uniforms_B"].double(), ~rows["greedy_B"]
+    assert ((starts - 1e-5 <= u) & (u <= ends + 1e-5))[drawn].all()
+
+
+@given(st.integers(1, 300), st.integers(0, 2**32), st.sampled_from([0.0, 0.5, 1 - 2**-24]))
+def test_a_draw_by_parts_never_gives_a_token_of_probability_zero(vocab: int, seed: int, u: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(32, vocab, generator=generator) * 8
+    logits[torch.rand(32, vocab, generator=generator) < 0.9] = -torch.inf
+    logits[:, vocab // 2] = 1.0
+    tokens, logprobs = sample_by_parts(logits, scales_B=torch.ones(32), greedy_B=None, uniforms_B=torch.full((32,), u))
+    assert (logits.gather(-1, tokens[:, None]) > -torch.inf).all()
+    assert torch.isfinite(logprobs).all()
+
+
+def test_a_row_without_numbers_gives_no_number_and_leaves_the_others_alone() -> None:
+    logits = torch.zeros(3, 200)
+    logits[1, 7] = torch.nan
+    tokens, logprobs = sample_by_parts(logits, scales_B=torch.ones(3), greedy_B=None, uniforms_B=torch.full((3,), 0.25))
+    assert tokens[0] == tokens[2] == 50
+    assert torch.isfinite(logprobs).tolist() == [True, False, True]
+    assert 0 <= tokens[1] < 200
