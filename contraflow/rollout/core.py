@@ -210,6 +210,7 @@ class EngineCore:
 
         Only of an engine of one rank.
         """
+        self._drain()
         with self.account.charge("offload"):
             return self._rest.begin()
 

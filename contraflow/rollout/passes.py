@@ -114,10 +114,8 @@ class Passes:
             self.near = RowCache(self.cache, bucket(section.max_sequences), section.context_tokens)
         self.routes = RouteStore(decoder.config, self.cache) if section.routes and decoder.config.experts else None
         self._halves_V2D = halves(decoder.head) if cuda and decoder.compute_dtype == torch.bfloat16 else None
-        self.graphs: Graphs | None = None
-        if cuda and alone and not self._spread and section.graphs == "auto":
-            capture = Capture(self.device)
-            self.graphs = Graphs(self._decode, rows=rows, capture=capture, free=capture.free)
+        self._captures = cuda and alone and not self._spread and section.graphs == "auto"
+        self.graphs = self._new_graphs()
 
     @property
     def told(self) -> str:
@@ -129,7 +127,19 @@ class Passes:
     def refresh(self) -> None:
         """The weights changed, in place: so does, in place, what is made from them."""
         if self._halves_V2D is not None:
+            self._halves_V2D.untyped_storage().resize_(self._halves_V2D.numel() * self._halves_V2D.itemsize)
             halves(self.decoder.head, self._halves_V2D)
+
+    def rest(self) -> int:
+        """Weights and cache will lie elsewhere: drop what holds their addresses, and until `refresh` what is made
+        from weights. No pass may be under way. Gives the bytes freed, those of graphs not counted.
+        """
+        self.graphs = self._new_graphs()
+        if self._halves_V2D is None:
+            return 0
+        freed = self._halves_V2D.untyped_storage().nbytes()
+        self._halves_V2D.untyped_storage().resize_(0)
+        return freed
 
     @torch.inference_mode()
     def prefill(self, chunks: Rows[Chunk]) -> None:
@@ -266,6 +276,12 @@ class Passes:
         hidden_TD: Tensor = self.decoder(tokens_T, positions_T, plan, tape=tape)
         self.routes.write(slots_T, tape)
         return hidden_TD
+
+    def _new_graphs(self) -> Graphs | None:
+        if not self._captures:
+            return None
+        capture = Capture(self.device)
+        return Graphs(self._decode, rows=self.rows.numbers.shape[1], capture=capture, free=capture.free)
 
     def _there(self, array: Int64) -> Tensor:
         """The array on the device; the host does not wait until it is there."""

@@ -34,7 +34,7 @@ class Rest:
         self._sizes = [store.untyped_storage().nbytes() for store, _ in stores]
         for store, _ in stores:
             store.untyped_storage().resize_(0)
-        freed = sum(self._sizes) + self._weights.rest()
+        freed = sum(self._sizes) + self._passes.rest() + self._weights.rest()
         self.resting = True
         if self._passes.device.type == "cuda":
             torch.cuda.empty_cache()  # torch keeps what is freed, and other processes can't have it
@@ -46,6 +46,7 @@ class Rest:
         if not self.resting:
             return
         self._weights.wake()
+        self._passes.refresh()
         for (store, dim), kept, nbytes in zip(self._stores(), self._kept, self._sizes, strict=True):
             store.untyped_storage().resize_(nbytes)
             store.zero_()  # not garbage: see `KVCache`
@@ -55,7 +56,7 @@ class Rest:
     def _stores(self) -> list[tuple[Tensor, int]]:
         """What is kept by block, and which of its dimensions counts blocks."""
         routes = self._passes.routes
-        return [(self._passes.cache.pool, 1), *([] if routes is None else [(routes, 0)])]
+        return [(self._passes.cache.pool, 1), *([] if routes is None else [(routes.blocks, 0)])]
 
     def _index(self, store: Tensor) -> Tensor:
         return torch.tensor(self._held, dtype=torch.int64, device=store.device)

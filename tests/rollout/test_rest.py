@@ -29,7 +29,7 @@ async def sampled(engine: NativeEngine, count: int) -> None:
 
 def memory_of(engine: NativeEngine) -> int:
     core = engine._parts
-    stores = [core._passes.cache.pool, core._passes.routes, *core.weights.values()]
+    stores = [core._passes.cache.pool, core._passes.routes.blocks, *core.weights.values()]
     return sum(store.untyped_storage().nbytes() for store in stores if store is not None)
 
 
