@@ -89,7 +89,7 @@ class System:
             trainers=tuple(ref.address for ref in self.trainer.refs),
             parallel=self.recipe.train.parallel,
             device=self.recipe.train.device,
-            dtype=self.recipe.weights.dtype,
+            dtype=self.recipe.weights.plain,
             bucket_bytes=self.recipe.weights.bucket_bytes,
             deadline_s=self.recipe.weights.refresh_deadline_s,
         )

@@ -95,6 +95,11 @@ def test_overrides_reach_into_sections(tmp_path: Path) -> None:
             "engine.replace_every = 2 moves experts",
         ),
         ({"weights": {"bucket_bytes": 3}}, "weights.bucket_bytes = 3: input should be greater than or equal to 64"),
+        ({"weights": {"dtype": "float8"}}, "weights.dtype = 'float8' with engine.compute = 'float32'"),
+        (
+            {"weights": {"dtype": "float8"}, "engine": {"compute": "bfloat16"}, "train": {"parallel": {"dp": 2}}},
+            "weights.dtype = 'float8' with 2 trainer ranks and weights.carrier = 'memory'",
+        ),
         ({"weights": {"full_every": 0}}, "weights.full_every = 0: input should be greater than or equal to 1"),
         ({"train": {"betas": [1.5, 0.9]}}, "train.betas.0 = 1.5: input should be less than 1"),
         ({"train": {"learning_rate": float("inf")}}, "train.learning_rate = inf: input should be a finite number"),

@@ -263,6 +263,25 @@ def test_weights_that_travel_in_bf16_and_as_deltas_are_proven_and_move_few_bytes
             assert record["moved"] < record["bytes"] / 2
 
 
+def test_experts_that_travel_in_float8_are_proven_as_the_engine_holds_them_and_told_apart(
+    tiny_moe: Path, tmp_path: Path
+) -> None:
+    recipe = recipe_of(
+        tiny_moe,
+        engine={"kind": "native", "compute": "bfloat16", "context_tokens": 32, "kv_tokens": 512, "max_sequences": 16},
+        train={"learning_rate": 1e-6, "warmup_updates": 1},
+        run={"steps": 2, "eval_every": 2, "eval_tasks": 2},
+        buffer={"groups_per_step": 2},
+        weights={"carrier": "blob", "dtype": "float8", "full_every": 3, "probe_tolerance": 1e-6},
+    )
+    assert run(recipe, tmp_path).steps == 2
+    seen = [record for record in read_journal(tmp_path / "metrics.jsonl") if record["kind"] == "refresh"]
+    assert [record["via"] for record in seen] == ["whole", "1 delta upon 0.0", "1 delta upon 0.1"]
+    for record in seen:
+        assert record["served"]
+        assert record["differs"] == "experts' weights are rounded to float8 in the engine, and not in the trainer"
+
+
 ALIKE: dict[str, Any] = {"parallel": {"dp": 2, "ep": 2}}
 
 

@@ -105,13 +105,18 @@ class Weights(Section):
     carrier: Literal["memory", "blob", "collective"] = "memory"  # see docs/weights.md
     url: str = ""  # for `blob`: a folder or s3://bucket/prefix; empty is RUN/weights
     chunk_bytes: Count = 1 << 20  # one digest each
-    dtype: Compute = "float32"  # as which weights travel, but for router and head, which stay float32
+    dtype: Compute | Literal["float8"] = "float32"  # as which weights travel; router and head stay float32
     full_every: Count = 1  # versions from one that travels whole to the next; those between travel as what changed
     bucket_bytes: Annotated[int, Field(ge=64, le=1 << 29)] = 1 << 26  # the same for `collective`
     probe_prompts: Count = 4  # random token rows whose log-probabilities must arrive
     probe_tokens: Count = 16  # of each
     probe_tolerance: Annotated[float, Field(gt=0)] = 1e-3  # largest difference that still counts as equal
     refresh_deadline_s: Seconds = 30.0  # an engine that takes longer ends the run
+
+    @property
+    def plain(self) -> Compute:
+        """As which weights travel that are neither router nor head nor, in float8, experts' matrices."""
+        return "float32" if self.dtype == "float32" else "bfloat16"
 
 
 class Runtime(Section):
@@ -165,10 +170,21 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _weights_arrive_as_computed(self) -> Self:
-        if self.weights.dtype == "bfloat16" and self.engine.compute == "float32":
+        if self.weights.dtype != "float32" and self.engine.compute == "float32":
             raise ValueError(
-                "weights.dtype = 'bfloat16' with engine.compute = 'float32': the engine would compute with rounded"
-                " weights and fail the proof of every version; use engine.compute = 'bfloat16', or send 'float32'"
+                f"weights.dtype = {self.weights.dtype!r} with engine.compute = 'float32': the engine would compute with"
+                " rounded weights and fail the proof of every version; use engine.compute = 'bfloat16', or send"
+                " 'float32'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _float8_leaves_from_one_rank(self) -> Self:
+        ranks, carrier = self.train.parallel.ranks, self.weights.carrier
+        if self.weights.dtype == "float8" and (ranks > 1 or carrier not in ("memory", "blob")):
+            raise ValueError(
+                f"weights.dtype = 'float8' with {ranks} trainer ranks and weights.carrier = {carrier!r}: experts are"
+                " rounded where they are whole; use one rank and 'memory' or 'blob', or send 'bfloat16'"
             )
         return self
 

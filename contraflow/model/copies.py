@@ -5,10 +5,10 @@ and then added. With a copy, a weight is read once for all, and a gradient is ad
 `compute_copy` on a parameter is what `ops.computed` takes instead of casting.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 from contraflow.model.attention import Attention
 from contraflow.model.decoder import Decoder
@@ -26,12 +26,19 @@ def compute_copies(decoder: Decoder) -> Iterator[None]:
     parameters, so what is asked of `torch.autograd.grad` inside is wrong.
     """
     weights = [p for p in _large(decoder) if p.dtype != decoder.compute_dtype]
-    for weight in weights:
-        weight.compute_copy = weight.detach().to(decoder.compute_dtype)  # type: ignore[attr-defined]
+    with stand_ins({weight: weight.detach().to(decoder.compute_dtype) for weight in weights}):
+        yield
+
+
+@contextmanager
+def stand_ins(copies: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
+    """Inside, each of these weights is computed with as the given copy, where another dtype than its own is wanted."""
+    for weight, copy in copies.items():
+        weight.compute_copy = copy  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        for weight in weights:
+        for weight in copies:
             del weight.compute_copy  # type: ignore[attr-defined]
 
 

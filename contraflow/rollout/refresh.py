@@ -140,10 +140,17 @@ class Refresher:
             fetched.close()
             return msgspec.structs.replace(overtaken, **brought)
         stall_s = await self._swap(fetched)
-        differs = ""
+        return RefreshReport(version=version, **brought, stall_s=stall_s, served=True, differs=self._differs(manifest))
+
+    def _differs(self, manifest: Manifest) -> str:
+        differs = []
         if manifest.wire != self._wire:
-            differs = f"tokens travel to experts as {self._wire!r} in the engine, as {manifest.wire!r} in the trainer"
-        return RefreshReport(version=version, **brought, stall_s=stall_s, served=True, differs=differs)
+            differs.append(
+                f"tokens travel to experts as {self._wire!r} in the engine, as {manifest.wire!r} in the trainer"
+            )
+        if any(entry.dtype.startswith("float8") for entry in manifest.tensors):
+            differs.append("experts' weights are rounded to float8 in the engine, and not in the trainer")
+        return "; ".join(differs)
 
     async def _swap(self, fetched: Fetched) -> float:
         manifest = fetched.manifest

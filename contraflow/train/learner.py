@@ -8,7 +8,7 @@ synchronous and runs in one thread. Does not fetch groups or answer calls: that 
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from contraflow.telemetry import Account, Journal
 from contraflow.train import checkpoint
 from contraflow.train.batcher import samples
 from contraflow.train.crew import open_crew
+from contraflow.train.float8 import raised_experts
 from contraflow.train.optimizer import Optimizer
 from contraflow.train.publishing import open_publishing
 from contraflow.train.records import episode_records, write_aside
@@ -173,7 +174,9 @@ class Learner:
 
     def _publish(self, n: int) -> Manifest | None:
         with self.account.charge("publish"):
-            logprobs = self._crew.probe_logprobs(self._spread.decoder, self._prompts, DTYPES[self._place.proof])
+            decoder = self._spread.decoder
+            with raised_experts(decoder) if self._weights.dtype == "float8" else nullcontext():
+                logprobs = self._crew.probe_logprobs(decoder, self._prompts, DTYPES[self._place.proof])
             probe = as_probe(self._prompts, logprobs, self._weights.probe_tolerance)
             return self.publishing.publish(Version(self._place.line, n), probe)
 

@@ -16,9 +16,11 @@ from contraflow.parallel.layout import place
 from contraflow.parallel.pieces import dtypes, pieces, served
 from contraflow.parallel.spread import Spread
 from contraflow.parallel.team import Team
+from contraflow.train.float8 import expert_matrices
 from contraflow.types import Manifest, Probe, Version
 from contraflow.weights import open_carrier
 from contraflow.weights.collective import Outbox, circles, contents
+from contraflow.weights.fp8 import lowered
 from contraflow.weights.publish import Publisher
 from contraflow.weights.reshard import plan
 from contraflow.weights.wire import Link, Wire, open_wire
@@ -44,7 +46,7 @@ class Whole:
 
     def __init__(self, spread: Spread, section: config.Weights, run: Path, *, wire: str) -> None:
         self._spread, self._section, self._wire = spread, section, wire
-        self._dtypes = dtypes(spread.config, DTYPES[section.dtype])
+        self._dtypes = dtypes(spread.config, DTYPES[section.plain])
         self._publisher = Publisher(open_carrier(section, run), keep=KEPT_VERSIONS) if spread.first else None
 
     def publish(self, version: Version, probe: Probe) -> Manifest | None:
@@ -53,6 +55,9 @@ class Whole:
         as_they_are = self._spread.mesh is None and self._section.dtype == "float32"
         whole = ((name, tensor) for name, tensor in self._spread.tensors() if tensor is not None)
         tensors = {name: tensor if as_they_are else tensor.to(self._dtypes[name]).cpu() for name, tensor in whole}
+        if self._section.dtype == "float8":
+            for name, weight in expert_matrices(self._spread.decoder).items():
+                tensors |= {part: tensor.cpu() for part, tensor in lowered(name, weight).items()}
         if self._publisher is None:
             return None
         return self._publisher.publish(
@@ -99,7 +104,7 @@ class Shards:
         self._rank = 0 if spread.mesh is None else spread.mesh.here.rank
         self._trainers, self._engines = train.parallel.ranks, engine.parallel.ranks
         model, whole = spread.config, spread.shapes
-        self._dtypes = dtypes(model, DTYPES[weights.dtype])
+        self._dtypes = dtypes(model, DTYPES[weights.plain])
         self._plan = plan(
             [pieces(model, train.parallel, place(rank, train.parallel), whole) for rank in range(self._trainers)],
             [served(model, engine.parallel, place(rank, engine.parallel), whole) for rank in range(self._engines)],

@@ -9,6 +9,7 @@ import torch
 from contraflow.errors import CarrierError, VersionGone
 from contraflow.types import Manifest
 from contraflow.weights.carrier import Arrival, Carrier, Source, in_lanes
+from contraflow.weights.fp8 import raised
 from contraflow.weights.manifest import Expected, check_fit, check_manifest, digest, spans, total_bytes, views
 
 
@@ -51,7 +52,7 @@ def fetch(manifest: Manifest, carrier: Carrier, expected: Expected | None = None
         if manifest.version in carrier.versions():
             raise
         raise VersionGone(f"version {manifest.version} was retired while it was being read: {fault}") from fault
-    return Fetched(manifest, views(source.bytes_B, manifest.tensors), source.settle())
+    return Fetched(manifest, raised(views(source.bytes_B, manifest.tensors)), source.settle())
 
 
 def _verify(manifest: Manifest, source: Source, index: int, span: tuple[int, int]) -> None:
