@@ -1,4 +1,4 @@
-"""Experts' matrices in float8: near the weights by a stated bound, alike on both sides, refused where they do not fit."""
+"""Experts' matrices in float8: near the weights by a stated bound, alike on both sides, refused where unfit."""
 
 import numpy as np
 import pytest
