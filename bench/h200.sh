@@ -16,7 +16,7 @@ for part in "$@"; do
         timeout 180 python3 -c "from contraflow.cli import main; main()" run recipes/tiny_cpu.toml --folder "$(mktemp -d)/run" --plain --set train.device=cuda --set engine.device=cuda --set train.compute=$compute --set engine.compute=$compute > "$out/run_cuda_$compute.log" 2>&1; tail -n 3 "$out/run_cuda_$compute.log"
       done ;;
     rollout)
-      timeout 300 python3 -m bench.rollout_gpu olmoe-1b-7b --outputs 256,1024 --profile > "$out/rollout.log" 2>&1; grep -E "RESULT|Error|wrote" "$out/rollout.log"; tail -n 24 "$out/rollout.log"
+      timeout 300 python3 -m bench.rollout_gpu olmoe-1b-7b --cases 256,1024 --split > "$out/rollout.log" 2>&1; grep -E "RESULT|Error|wrote" "$out/rollout.log"; tail -n 24 "$out/rollout.log"
       cp bench/results/rollout_gpu_*.json "$out/" ;;
     train)
       timeout 580 python3 -m bench.train_gpu > "$out/train.log" 2>&1; tail -c 7000 "$out/train.log"
