@@ -223,19 +223,17 @@ class _Out(torch.autograd.Function):
     def forward(
         ctx: Any, x_TD: Tensor, weights_TK: Tensor, ids_TK: Tensor, shared: SharedDispatch
     ) -> tuple[Tensor, Tensor, Tensor, Crossing]:
-        ground, dtype, fp8 = shared.ground, x_TD.dtype, shared.wire == "fp8"
-        sent = w.encode(x_TD, "fp8") if fp8 else x_TD
-        as_type = torch.uint8 if fp8 else torch.bfloat16 if shared.wire == "bf16" else dtype
-        ground.push(sent, ids_TK, weights_TK, as_type)
+        ground, dtype = shared.ground, {"fp8": torch.uint8, "bf16": torch.bfloat16, "same": x_TD.dtype}[shared.wire]
+        ground.push(x_TD, ids_TK, weights_TK, dtype)
         ground.meet(memory.OUT)
         ends_E, row_NK, came_S = ground.group()
         crossing = Crossing(ids_TK, row_NK, came_S, shared.rows(), shared.dim)
-        x_RB = shared.blank(crossing.rows, sent.shape[1], sent.dtype)
+        x_RD = shared.blank(crossing.rows, shared.dim, x_TD.dtype)
         weights_R = shared.blank(crossing.rows, 1, torch.float32).view(-1)
-        ground.spread(x_RB, weights_R, row_NK, came_S, as_type)
-        ctx.shared, ctx.crossing, ctx.dtype = shared, crossing, dtype
+        ground.spread(x_RD, weights_R, row_NK, came_S, dtype)
+        ctx.shared, ctx.crossing, ctx.dtype = shared, crossing, x_TD.dtype
         ctx.mark_non_differentiable(ends_E)
-        return w.decode(x_RB, "fp8", shared.dim, dtype) if fp8 else x_RB, weights_R, ends_E, crossing
+        return x_RD, weights_R, ends_E, crossing
 
     @staticmethod
     def backward(ctx: Any, grad_RD: Tensor, grad_R: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

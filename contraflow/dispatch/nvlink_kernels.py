@@ -39,45 +39,79 @@ def _reached(ids, token_N, here_N, K: tl.constexpr, HELD: tl.constexpr):
     return bits_N
 
 
+@triton.jit
+def _quantised(x_NC, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """E4M3 values as bytes and a scale for each block of 128: as `wire.quantise`, bit for bit."""
+    x_NQb = tl.reshape(x_NC.to(tl.float32), [ROWS, COLS // 128, 128])
+    scale_NQ = tl.div_rn(tl.max(tl.abs(x_NQb), 2), 448.0)
+    scale_NQ = tl.where(scale_NQ == 0, 1.0, scale_NQ)
+    scaled_NQb = tl.div_rn(x_NQb, tl.broadcast_to(scale_NQ[:, :, None], [ROWS, COLS // 128, 128]))
+    return tl.reshape(scaled_NQb.to(tl.float8e4nv).to(tl.uint8, bitcast=True), [ROWS, COLS]), scale_NQ
+
+
+@triton.jit
+def _restored(bytes_NC, scale_NQ, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The values of `_quantised`, fp32."""
+    x_NQb = tl.reshape(bytes_NC.to(tl.float8e4nv, bitcast=True).to(tl.float32), [ROWS, COLS // 128, 128])
+    return tl.reshape(x_NQb * scale_NQ[:, :, None], [ROWS, COLS])
+
+
 @triton.jit(do_not_specialize=["me", "tokens", "most"])
 def push(
     x, ids, weights, own, peers, turn, me, tokens, dim, x_stride, most, half, tokens_at, ids_at, weights_at,
     rows_at, stride,
     S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, HELD: tl.constexpr, DTYPE: tl.constexpr,
-    META: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    META: tl.constexpr, FP8: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Store each token once to every rank that owns one of its experts; with META its ids and weights to all ranks."""
-    choice_K = tl.arange(0, KP)
+    """Store each token once to every rank that owns one of its experts; with META its ids and weights to all ranks.
+
+    As DTYPE; FP8: as bytes, [whole blocks of 128], and after them the fp32 scale of each block.
+    """
     chunks = tl.cdiv(dim, COLS)
+    width = tl.cdiv(dim, 128) * 128 if FP8 else dim
     if META and tl.program_id(0) == 0:
         for rank in tl.static_range(S):
             tl.store(_section(own, peers, turn, rank, 1, half, tokens_at, tl.int32) + me, tokens)
     for unit in range(tl.program_id(0), tl.cdiv(tokens, ROWS) * chunks, tl.num_programs(0)):
         token_N = (unit // chunks) * ROWS + tl.arange(0, ROWS)
         col_C = (unit % chunks) * COLS + tl.arange(0, COLS)
-        here_N = token_N < tokens
-        here_NK = here_N[:, None] & (choice_K < K)[None, :]
-        pair_NK = token_N[:, None] * K + choice_K[None, :]
-        x_NC = tl.load(
-            x + token_N.to(tl.int64)[:, None] * x_stride + col_C[None, :],
-            mask=here_N[:, None] & (col_C < dim)[None, :], other=0,
-        ).to(DTYPE)  # fmt: skip
-        bits_N = _reached(ids, token_N, here_N, K, HELD)
+        inside_NC = (token_N < tokens)[:, None] & (col_C < dim)[None, :]
+        x_NC = tl.load(x + token_N.to(tl.int64)[:, None] * x_stride + col_C[None, :], mask=inside_NC, other=0)
+        if FP8:
+            x_NC, scale_NQ = _quantised(x_NC, ROWS, COLS)
+            block_Q = (unit % chunks) * (COLS // 128) + tl.arange(0, COLS // 128)
+        bits_N = _reached(ids, token_N, token_N < tokens, K, HELD)
         slot_N = me.to(tl.int64) * most + token_N
         for rank in tl.static_range(S):
             if META and unit % chunks == 0:
-                ids_NK = tl.load(ids + pair_NK, mask=here_NK, other=-1)
-                mine_NK = (ids_NK >= rank * HELD) & (ids_NK < (rank + 1) * HELD)
-                place_NK = slot_N[:, None] * K + choice_K[None, :]
-                told = _section(own, peers, turn, rank, 1, half, ids_at, tl.int32) + place_NK
-                tl.store(told, tl.where(mine_NK, ids_NK - rank * HELD, -1).to(tl.int32), mask=here_NK)
-                weights_NK = tl.load(weights + pair_NK, mask=here_NK & mine_NK, other=0.0)
-                told = _section(own, peers, turn, rank, 1, half, weights_at, tl.float32) + place_NK
-                tl.store(told, weights_NK, mask=here_NK)
+                _tell(
+                    ids, weights, own, peers, turn, rank, token_N, slot_N, tokens, half, ids_at, weights_at, K, KP, HELD
+                )
             goes_N = ((bits_N >> rank) & 1) != 0
-            rows = _section(own, peers, turn, rank, 1, half, rows_at, DTYPE)
-            target = rows + slot_N[:, None] * stride + col_C[None, :]
-            tl.store(target, x_NC, mask=goes_N[:, None] & (col_C < dim)[None, :])
+            target = _section(own, peers, turn, rank, 1, half, rows_at, DTYPE) + slot_N[:, None] * stride
+            tl.store(target + col_C[None, :], x_NC.to(DTYPE), mask=goes_N[:, None] & (col_C < width)[None, :])
+            if FP8:
+                scales = (target + width).to(tl.pointer_type(tl.float32))
+                tl.store(scales + block_Q[None, :], scale_NQ, mask=goes_N[:, None] & (block_Q * 128 < dim)[None, :])
+
+
+@triton.jit
+def _tell(
+    ids, weights, own, peers, turn, rank, token_N, slot_N, tokens, half, ids_at, weights_at,
+    K: tl.constexpr, KP: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """Store the experts of tokens, those of `rank` by its own numbers and others as -1, and their weights."""
+    choice_K = tl.arange(0, KP)
+    here_NK = (token_N < tokens)[:, None] & (choice_K < K)[None, :]
+    pair_NK = token_N[:, None] * K + choice_K[None, :]
+    ids_NK = tl.load(ids + pair_NK, mask=here_NK, other=-1)
+    mine_NK = (ids_NK >= rank * HELD) & (ids_NK < (rank + 1) * HELD)
+    weights_NK = tl.load(weights + pair_NK, mask=here_NK & mine_NK, other=0.0)
+    place_NK = slot_N[:, None] * K + choice_K[None, :]
+    told = _section(own, peers, turn, rank, 1, half, ids_at, tl.int32) + place_NK
+    tl.store(told, tl.where(mine_NK, ids_NK - rank * HELD, -1).to(tl.int32), mask=here_NK)
+    told = _section(own, peers, turn, rank, 1, half, weights_at, tl.float32) + place_NK
+    tl.store(told, weights_NK, mask=here_NK)
 
 
 @triton.jit(do_not_specialize=["me", "tag"])
@@ -180,7 +214,7 @@ def group(
 @triton.jit(do_not_specialize=["me", "most"])
 def spread(
     y, weights_R, row, came, own, peers, turn, me, dim, most, half, weights_at, rows_at, stride,
-    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, DTYPE: tl.constexpr, META: tl.constexpr,
+    S: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, DTYPE: tl.constexpr, META: tl.constexpr, FP8: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Copy what came to the rows of the experts, `y` [R, dim]; with META the weights too."""
@@ -197,7 +231,13 @@ def spread(
             here_NK = (token_N < count)[:, None] & (choice_K < K)[None, :]
             row_NK = tl.load(row + slot_N[:, None] * K + choice_K[None, :], mask=here_NK, other=-1)
             any_N = tl.max(row_NK, 1) >= 0
-            x_NC = tl.load(rows + slot_N[:, None] * stride + col_C[None, :], mask=inside_NC & any_N[:, None], other=0)
+            source_N1 = rows + slot_N[:, None] * stride
+            x_NC = tl.load(source_N1 + col_C[None, :], mask=inside_NC & any_N[:, None], other=0)
+            if FP8:
+                block_Q = (unit % chunks) * (COLS // 128) + tl.arange(0, COLS // 128)
+                scales = (source_N1 + tl.cdiv(dim, 128) * 128).to(tl.pointer_type(tl.float32)) + block_Q[None, :]
+                scale_NQ = tl.load(scales, mask=any_N[:, None] & (block_Q * 128 < dim)[None, :], other=1.0)
+                x_NC = _restored(x_NC, scale_NQ, ROWS, COLS)
             if META and unit % chunks == 0:
                 weights = _section(own, peers, turn, me, 0, half, weights_at, tl.float32)
                 weight_NK = tl.load(weights + slot_N[:, None] * K + choice_K[None, :], mask=row_NK >= 0, other=0.0)

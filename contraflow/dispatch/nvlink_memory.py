@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from contraflow.dispatch.wire import BLOCK
 from contraflow.errors import DispatchError, WorkerDied
 
 TAGS = 4  # kinds of calls that a signal tells apart
 OUT, HOME, AGAIN = 0, 1, 2
 UNIT = 16  # bytes that addresses of ranks' memory are counted in: what a thread moves at once
 LINE = 128  # bytes that sections begin at a multiple of
-CHUNK = 1024  # columns of a tile
+CHUNK = 1024  # columns of a tile, unless a row has fewer
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,14 @@ class Ground:
 
     def __init__(
         self, layout: Layout, *, rank: int, experts: int, addresses: list[int], own: Tensor, sizes: Sizes,
-        deadline_s: float,
+        deadline_s: float, mapped: Any = None,
     ) -> None:  # fmt: skip
         self.layout = layout
         self.rank = rank
         self.held = experts // layout.ranks
         self.sizes = sizes
         self.own = own  # bytes; kept, since others write to it
+        self._mapped = mapped  # kept: with it goes the mapping of others' memory
         self._limit = round(deadline_s * 1e9)
         device = own.device
         assert not any(address % UNIT for address in addresses)
@@ -99,14 +101,17 @@ class Ground:
         return self.own.device
 
     def push(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor | None, dtype: torch.dtype) -> None:
-        """Write each token, as `dtype`, to the owners of its experts; ids and weights too unless the latter is None."""
+        """Write each token, as `dtype`, to the owners of its experts; ids and weights too unless the latter is None.
+
+        As uint8: e4m3 with scales, as `wire.encode` has them.
+        """
         x_TD = x_TD if x_TD.stride(1) == 1 or x_TD.shape[1] < 2 else x_TD.contiguous()
         tokens, dim = x_TD.shape
         lay, meta = self.layout, weights_TK is not None
         self._launch(
             "push", self.sizes.sms, x_TD, ids_TK, weights_TK if meta else ids_TK, *self._where,
             tokens, dim, x_TD.stride(0), HELD=self.held, tokens_at=lay.tokens_at, ids_at=lay.ids_at, META=meta,
-            **self._shape(dtype), **self._tile(dim, dtype.itemsize, link=True),
+            FP8=dtype == torch.uint8, **self._shape(dtype), **self._tile(dim, x_TD.itemsize, link=True),
         )  # fmt: skip
 
     def meet(self, tag: int) -> None:
@@ -137,7 +142,8 @@ class Ground:
         meta = weights_R is not None
         self._launch(
             "spread", self.sizes.local, y_RD, weights_R if meta else y_RD, row_NK, came_S, *self._where,
-            y_RD.shape[1], META=meta, **self._shape(dtype), **self._tile(y_RD.shape[1], dtype.itemsize),
+            y_RD.shape[1], META=meta, FP8=dtype == torch.uint8, **self._shape(dtype),
+            **self._tile(y_RD.shape[1], y_RD.itemsize),
         )  # fmt: skip
 
     def gather(self, y_RD: Tensor, extra_R: Tensor | None, row_NK: Tensor, came_S: Tensor, dtype: torch.dtype) -> None:
@@ -182,28 +188,33 @@ class Ground:
 
     def _tile(self, dim: int, itemsize: int, *, link: bool = False) -> dict[str, int]:
         nbytes, warps = (self.sizes.tile_bytes, self.sizes.warps) if link else (8192, 8)
-        cols = min(CHUNK, _power(dim))
+        cols = min(CHUNK, max(BLOCK, _power(dim)))
         return {"COLS": cols, "ROWS": max(1, nbytes // itemsize // cols), "num_warps": warps}
 
 
 def open_ground(group: dist.ProcessGroup, layout: Layout, *, experts: int, sizes: Sizes, deadline_s: float) -> Ground:
     """Symmetric memory of the group on this rank's current CUDA device. Collective. Raises: DispatchError."""
-    # Not the package's public name yet: https://docs.pytorch.org/docs/stable/symmetric_memory.html
+    # torch's public names are to come: https://docs.pytorch.org/docs/stable/symmetric_memory.html
     symmetric = importlib.import_module("torch.distributed._symmetric_memory")
     nbytes, rank = 2 * layout.half, dist.get_rank(group)
+    device = torch.device("cuda", torch.cuda.current_device())
     try:
-        own = symmetric.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
+        # Not `symmetric.empty`, whose pool may give ranks other places of a block, if one of them frees later.
+        own = symmetric._SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
         own.zero_()
         torch.cuda.synchronize()  # zero before anybody can write: others reach it through the rendezvous
-        handle = symmetric.rendezvous(own, group)
-        addresses = [handle.get_buffer(peer, (nbytes,), torch.uint8).data_ptr() for peer in range(layout.ranks)]
+        mapped = symmetric.rendezvous(own, group)
+        addresses = [mapped.get_buffer(peer, (nbytes,), torch.uint8).data_ptr() for peer in range(layout.ranks)]
     except RuntimeError as fault:
         first = str(fault).strip().splitlines()[0][:200]
         raise DispatchError(
             f"{nbytes >> 20} MiB of memory that all {layout.ranks} ranks reach could not be had ({first}); GPUs must "
             "differ and be joined by NVLink: use all_to_all elsewhere"
         ) from fault
-    return Ground(layout, rank=rank, experts=experts, addresses=addresses, own=own, sizes=sizes, deadline_s=deadline_s)
+    return Ground(
+        layout, rank=rank, experts=experts, addresses=addresses, own=own, sizes=sizes, deadline_s=deadline_s,
+        mapped=mapped,
+    )  # fmt: skip
 
 
 def load_kernels() -> Any:

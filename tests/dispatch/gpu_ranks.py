@@ -6,7 +6,7 @@
 One process a rank, on GPU `rank % GPUs`. With DeepEP two ranks may share one GPU, since the library asks the group for
 device numbers and CUDA IPC handles alone, which work between two processes on one device; kernels that wait for each
 other then take turns on it, so times mean nothing. NCCL refuses two ranks on one GPU, so gloo is the group there; so
-does symmetric memory, so `nvlink` needs two.
+does symmetric memory, unless TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 is set: `nvlink` needs two GPUs, or that.
 
 Each rank says which case it is in; a rank that is stuck prints where after its deadline, and all are killed a little
 later. The last thing printed is a table, one line a case; the exit status is 0 if every case passed on every rank.
