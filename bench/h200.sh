@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One visit to a machine with an H200: do the tests pass on its stack, does the run learn there, how fast are native engine and trainer?
-# Arguments: a folder for results, and which parts (tests, run, rollout, train, overhead, experts). Needs the dependencies on PYTHONPATH; torch is the machine's own.
+# Arguments: a folder for results, and which parts (tests, run, rollout, attention, train, overhead, experts). Needs the dependencies on PYTHONPATH; torch is the machine's own.
 set -uo pipefail
 out=$1; shift
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -18,6 +18,9 @@ for part in "$@"; do
     rollout)
       timeout 300 python3 -m bench.rollout_gpu olmoe-1b-7b --cases 256,1024 --split > "$out/rollout.log" 2>&1; grep -E "RESULT|Error|wrote" "$out/rollout.log"; tail -n 24 "$out/rollout.log"
       cp bench/results/rollout_gpu_*.json "$out/" ;;
+    attention)
+      timeout 150 python3 -m bench.attention_gpu --seconds 100 > "$out/attention.log" 2>&1; cat "$out/attention.log"
+      cp bench/results/attention_gpu.json "$out/" ;;
     train)
       timeout 580 python3 -m bench.train_gpu > "$out/train.log" 2>&1; tail -c 7000 "$out/train.log"
       cp bench/results/train_gpu.json "$out/" ;;

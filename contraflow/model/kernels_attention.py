@@ -294,7 +294,7 @@ def prefill(q_THd: Tensor, pages: Pages, fed: Fed, seen: Seen, tiling: Tiling | 
 def decode_tiling(share: int, dim: int, itemsize: int) -> Tiling:
     """For an H200; `bench.attention_gpu` measures others. Wide heads get fewer keys, so that tiles stay as large."""
     wide = -(-_padded(dim) * itemsize // 256)  # in heads of 128 in half precision
-    return Tiling(max(32 // wide, 16), 4, 2, products=False) if share == 1 else Tiling(max(64 // wide, 16), 4, 3)
+    return Tiling(max(32 // wide, 16), 4, 3, products=False) if share == 1 else Tiling(max(64 // wide, 16), 4, 3)
 
 
 def prefill_tiling(dim: int, itemsize: int) -> Tiling:

@@ -8,6 +8,7 @@ table, Q fed tokens of a sequence at most, L positions of a sequence.
 """
 
 from functools import cache as kept
+from functools import cached_property
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -135,8 +136,8 @@ class Placing(NamedTuple):
 class KernelPlan:
     """`PagedPlan` by Triton kernels: the same arguments, no copy of pages and no mask; CUDA, no gradients.
 
-    Padding rows (length 0) give zeros. Nothing is read on the host. Invariant: holds its tensors as they are and
-    computes from them in each layer, so a plan made in a graph's capture follows what is copied into them.
+    Padding rows (length 0) give zeros. Nothing is read on the host. Invariant: all it knows is computed from its
+    tensors on the device, so a plan made in a graph's capture follows what is copied into them.
     """
 
     def __init__(
@@ -152,6 +153,11 @@ class KernelPlan:
         if queries_BQ is not None:
             counts_B = (queries_BQ >= 0).sum(1)
             self._fed = kernels_attention.Fed(queries_BQ.contiguous(), counts_B)
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """See `_slots`; needed where heads come placed already."""
+        return _slots(self.cache, self.slots_T)
 
     def layer(self, index: int) -> "KernelLayer":
         """The view of one layer's cache."""
@@ -176,7 +182,7 @@ class KernelLayer:
 
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sight: Sight | None = None) -> Tensor:
         """Of heads that are normed and turned already."""
-        _write(self._slots, _slots(self._plan.cache, self._plan.slots_T), k_TGd, v_TGd)
+        _write(self._slots, self._plan.slots, k_TGd, v_TGd)
         return cast(self._plan.attend(cast(q_THd, self._pages.dtype), self._pages, sight), q_THd.dtype)
 
     def attend_projected(self, qkv: Tensor, turn: Rotation, placing: Placing, sight: Sight | None) -> Tensor:
