@@ -344,6 +344,7 @@ class Generating:
         decoder = random_decoder(options, half(options), device_of(mine), 7).requires_grad_(False)
         engine = NativeEngine(decoder, section, clock=time.perf_counter, version=Version(0, 0))
         route = Route(
+            carrier="collective",
             link=link_to(self.folder, NAME),
             trainers=(Address("trainer-0", "pipe"),),
             parallel=ONE,

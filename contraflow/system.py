@@ -70,7 +70,7 @@ class System:
             buffer=self.buffer.address,
             stepping="inline" if recipe.runtime.kind == "inline" else "thread",
         )
-        if recipe.weights.carrier == "collective":
+        if recipe.weights.in_parts:
             plan["route"] = await self._route_to(name)
         if ranks == 1:
             self.rollouts[name] = await self.runtime.start(name, make_rollout_worker, **plan)
@@ -85,6 +85,7 @@ class System:
         self.starts[name] += 1
         links = await self.trainer.call(START_S, Trainer.link, name, self.starts[name])
         return Route(
+            carrier=self.recipe.weights.carrier,
             link=links[0],
             trainers=tuple(ref.address for ref in self.trainer.refs),
             parallel=self.recipe.train.parallel,

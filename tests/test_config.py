@@ -89,6 +89,7 @@ def test_overrides_reach_into_sections(tmp_path: Path) -> None:
             {"weights": {"carrier": "collective"}, "engine": {"kind": "scripted"}},
             "'scripted' takes no parts of tensors",
         ),
+        ({"weights": {"carrier": "ipc"}}, "train.device = 'cpu' and engine.device = 'cpu': 'ipc' is for GPUs"),
         ({"weights": {"carrier": "collective", "full_every": 3}}, "weights.full_every = 3 makes deltas"),
         (
             {"weights": {"carrier": "collective"}, "engine": {"replace_every": 2, "parallel": {"dp": 2, "ep": 2}}},

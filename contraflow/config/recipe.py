@@ -102,12 +102,12 @@ class Train(Section):
 class Weights(Section):
     """How a version travels from trainer to engine, and how its arrival is proven."""
 
-    carrier: Literal["memory", "blob", "collective"] = "memory"  # see docs/weights.md
+    carrier: Literal["memory", "blob", "collective", "ipc"] = "memory"  # see docs/weights.md
     url: str = ""  # for `blob`: a folder or s3://bucket/prefix; empty is RUN/weights
     chunk_bytes: Count = 1 << 20  # one digest each
     dtype: Compute | Literal["float8"] = "float32"  # as which weights travel; router and head stay float32
     full_every: Count = 1  # versions from one that travels whole to the next; those between travel as what changed
-    bucket_bytes: Annotated[int, Field(ge=64, le=1 << 29)] = 1 << 26  # the same for `collective`
+    bucket_bytes: Annotated[int, Field(ge=64, le=1 << 29)] = 1 << 26  # the same for `collective` and `ipc`
     probe_prompts: Count = 4  # random token rows whose log-probabilities must arrive
     probe_tokens: Count = 16  # of each
     probe_tolerance: Annotated[float, Field(gt=0)] = 1e-3  # largest difference that still counts as equal
@@ -117,6 +117,11 @@ class Weights(Section):
     def plain(self) -> Compute:
         """As which weights travel that are neither router nor head nor, in float8, experts' matrices."""
         return "float32" if self.dtype == "float32" else "bfloat16"
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether each rank of an engine is brought its own part, and no rank holds a version whole."""
+        return self.carrier in ("collective", "ipc")
 
 
 class Runtime(Section):
@@ -190,9 +195,13 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _parts_have_a_way(self) -> Self:
-        if self.weights.carrier != "collective":
+        if not self.weights.in_parts:
             return self
         wrong = []
+        if self.weights.carrier == "ipc" and "cpu" in (self.train.device, self.engine.device):
+            wrong.append(
+                f"train.device = {self.train.device!r} and engine.device = {self.engine.device!r}: 'ipc' is for GPUs"
+            )
         if self.runtime.kind == "inline":
             wrong.append("runtime.kind = 'inline' is one process; use 'local'")
         if self.engine.kind != "native":
@@ -203,7 +212,7 @@ class Recipe(Section):
             wrong.append(f"weights.full_every = {self.weights.full_every} makes deltas of whole versions; use 1")
         if wrong:
             raise ValueError(
-                "weights.carrier = 'collective' sends each rank its part: "
+                f"weights.carrier = {self.weights.carrier!r} brings each rank its part: "
                 + "; ".join(wrong)
                 + "; or use another carrier"
             )

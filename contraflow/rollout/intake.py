@@ -23,17 +23,21 @@ from contraflow.runtime.base import Address, Ref
 from contraflow.runtime.gang import GRACE_S, together
 from contraflow.types import Manifest, Version
 from contraflow.weights.carrier import Arrival
-from contraflow.weights.collective import KIND, Inbox, circles
+from contraflow.weights.collective import Inbox, circles
 from contraflow.weights.fetch import Fetched
+from contraflow.weights.ipc import Handle, Opened
 from contraflow.weights.manifest import Expected, check_fit
 from contraflow.weights.reshard import plan
 from contraflow.weights.wire import Link, Sender, Wire, open_wire
+
+Offers = tuple[tuple[Handle, ...], ...]  # of each trainer rank, where its buckets of one version lie
 
 
 @dataclass(frozen=True)
 class Route:
     """Where an engine's weights come from: the trainer's ranks, how the model lies on them, and the way there."""
 
+    carrier: str
     link: Link
     trainers: tuple[Address, ...]
     parallel: Parallel  # the trainer's
@@ -49,14 +53,19 @@ class Intake:
     Invariant: at most one version waits here, and all of its bytes are proven.
     """
 
-    def __init__(self, inbox: Inbox, wire: Wire) -> None:
+    def __init__(self, inbox: Inbox, wire: Wire | None) -> None:
+        """Without a `wire` it copies what the trainer offers."""
         self.inbox, self.wire = inbox, wire
+        self._opened = Opened()
         self._lock = threading.Lock()
         self._waiting: tuple[Version, dict[str, Tensor]] | None = None
 
-    def receive(self, manifest: Manifest) -> None:
-        """Blocks until this rank's part is here. Raises as `Inbox.receive`."""
-        parts = self.inbox.receive(manifest)
+    def receive(self, manifest: Manifest, offers: Offers = ()) -> None:
+        """Blocks until this rank's part is here. `offers`: by trainer rank, if there is no wire. Raises as `Inbox`."""
+        if self.wire is not None:
+            parts = self.inbox.receive(manifest, self.wire)
+        else:
+            parts = self.inbox.copy(manifest, lambda source, n: self._opened.tensor(offers[source][n]))
         with self._lock:
             self._waiting = (manifest.version, parts)
 
@@ -70,7 +79,7 @@ class Intake:
 class Mate(Protocol):
     """Another rank of the same engine, as its leader calls it."""
 
-    async def receive(self, manifest: Manifest) -> None:
+    async def receive(self, manifest: Manifest, offers: Offers) -> None:
         """Bring this rank its part of a version. Raises as `Inbox.receive`."""
         ...
 
@@ -81,9 +90,8 @@ class PartFetcher:
     A transfer that fails leaves the link of no use: an engine that goes on needs to be started again.
     """
 
-    kind = KIND
-
     def __init__(self, intake: Intake, route: Route, connect: Callable[[Address], Ref[Any]]) -> None:
+        self.kind = route.carrier
         self._intake, self._route, self._connect = intake, route, connect
         self._trainers: list[Ref[Sender]] = [connect(address) for address in route.trainers]
         self._mates: list[Ref[Mate]] = []
@@ -101,19 +109,29 @@ class PartFetcher:
         wait_s, name, version = self._route.deadline_s, self._route.link.name, manifest.version
         try:
             await self._all([ref.call(wait_s, Sender.hold, name, version) for ref in self._trainers])
-            moves = [ref.call(wait_s, Sender.send, name, version) for ref in self._trainers]
-            moves += [ref.call(wait_s, Mate.receive, manifest) for ref in self._mates]
-            await self._transfer([*moves, run_aside(lambda: self._intake.receive(manifest))])
+            if self._intake.wire is None:
+                offered = [ref.call(wait_s, Sender.offer, name, version) for ref in self._trainers]
+                await self._all(self._receiving(manifest, tuple(await together(offered, GRACE_S))))
+            else:
+                sending = [ref.call(wait_s, Sender.send, name, version) for ref in self._trainers]
+                await self._transfer([*sending, *self._receiving(manifest, ())], self._intake.wire)
         except BaseException:
             await self._let_go()
             raise
+        if self._intake.wire is None:
+            await self._let_go()
         return Fetched(manifest, self._intake.take(version), Arrival(moved=self._moved))
 
-    async def _transfer(self, moves: list[Coroutine[Any, Any, None]]) -> None:
+    def _receiving(self, manifest: Manifest, offers: Offers) -> list[Coroutine[Any, Any, None]]:
+        """On every rank of the engine, this one included."""
+        mates = [ref.call(self._route.deadline_s, Mate.receive, manifest, offers) for ref in self._mates]
+        return [*mates, run_aside(lambda: self._intake.receive(manifest, offers))]
+
+    async def _transfer(self, moves: list[Coroutine[Any, Any, None]], wire: Wire) -> None:
         try:
             await self._all(moves)
         except BaseException as fault:
-            self._intake.wire.abort(f"a transfer failed: {fault or type(fault).__name__}")
+            wire.abort(f"a transfer failed: {fault or type(fault).__name__}")
             raise
 
     async def _all(self, calls: list[Coroutine[Any, Any, None]]) -> None:
@@ -147,15 +165,16 @@ def open_intake(route: Route, section: Engine, model: ModelConfig, *, rank: int)
         wired,
         bucket_bytes=route.bucket_bytes,
     )
-    device = device_of(section.device, rank)
-    wire = open_wire(
-        route.link,
-        circles(planned),
-        rank=theirs.ranks + rank,
-        sources=theirs.ranks,
-        targets=ours.ranks,
-        device=device if route.device.startswith("cuda") else torch.device("cpu"),
-        deadline_s=route.deadline_s,
-    )
+    device, wire = device_of(section.device, rank), None
+    if route.carrier != "ipc":
+        wire = open_wire(
+            route.link,
+            circles(planned),
+            rank=theirs.ranks + rank,
+            sources=theirs.ranks,
+            targets=ours.ranks,
+            device=device if route.device.startswith("cuda") else torch.device("cpu"),
+            deadline_s=route.deadline_s,
+        )
     shape_of = {name: piece.shape for name, piece in held[rank].items()}
-    return Intake(Inbox(planned, rank, shape_of, wired, wire=wire, device=device), wire)
+    return Intake(Inbox(planned, rank, shape_of, wired, kind=route.carrier, device=device), wire)

@@ -32,7 +32,7 @@ from contraflow.parallel.spread import cut_decoder, settle
 from contraflow.rollout.core import EngineCore
 from contraflow.rollout.follow import follow
 from contraflow.rollout.gang import GangCore, GangEngine
-from contraflow.rollout.intake import Intake, run_aside
+from contraflow.rollout.intake import Intake, Offers, run_aside
 from contraflow.rollout.passes import bucket
 from contraflow.rollout.settle import StarPeers
 from contraflow.rollout.star import Star, open_star
@@ -150,11 +150,11 @@ class EngineRank:
         )
         self._thread.start()
 
-    async def receive(self, manifest: Manifest) -> None:
+    async def receive(self, manifest: Manifest, offers: Offers) -> None:
         """See `Mate`."""
         if self._intake is None:
             raise CarrierError(f"{self._host.name} has no link to the trainer: its leader is given whole versions")
-        await run_aside(partial(self._intake.receive, manifest))
+        await run_aside(partial(self._intake.receive, manifest, offers))
 
     async def close(self) -> None:
         """Wait for the leader to say stop. Raises DeadlineExceeded when it does not."""

@@ -21,6 +21,7 @@ from contraflow.types import Manifest, Probe, Version
 from contraflow.weights import open_carrier
 from contraflow.weights.collective import Outbox, circles, contents
 from contraflow.weights.fp8 import lowered
+from contraflow.weights.ipc import Handle, Shared
 from contraflow.weights.publish import Publisher
 from contraflow.weights.reshard import plan
 from contraflow.weights.wire import Link, Wire, open_wire
@@ -112,6 +113,7 @@ class Shards:
             bucket_bytes=weights.bucket_bytes,
         )
         self._device = device_of(train.device if engine.device.startswith("cuda") else "cpu", self._rank)
+        self._shared = Shared()
         self._outbox = Outbox(
             self._plan, self._rank, self._dtypes, device=self._device, deadline_s=weights.refresh_deadline_s
         )
@@ -140,12 +142,21 @@ class Shards:
             chunk_bytes=self._weights.bucket_bytes,
             probe=probe,
             wire=self._wire,
-            **contents(self._plan, [words.split() for words in said], self._spread.shapes, self._dtypes),
+            **contents(
+                self._plan,
+                [words.split() for words in said],
+                self._spread.shapes,
+                self._dtypes,
+                kind=self._weights.carrier,
+            ),
         )
 
     def join(self, link: Link) -> None:
         """Begin to meet an engine that is being started; what an earlier one of the name left is let go."""
         self._outbox.drop(link.name)
+        self._shared.forget(link.name)
+        if self._weights.carrier == "ipc":
+            return  # it reads what lies here
         self._end(link.name, "its engine was started again")
         self._links[link.name] = self.threads.submit(
             open_wire,
@@ -161,6 +172,12 @@ class Shards:
     def hold(self, link: str, version: Version) -> None:
         """See `Sender`."""
         self._outbox.hold(version, link)
+
+    def offer(self, link: str, version: Version) -> tuple[Handle, ...]:
+        """See `Sender`."""
+        handles = self._shared.give(link, self._outbox.held(version, link))
+        self.carried.sent += 1
+        return handles
 
     def let_go(self, link: str) -> None:
         """See `Sender`."""
@@ -206,6 +223,6 @@ def open_publishing(
     weights: config.Weights,
 ) -> Whole | Shards:
     """How a recipe publishes. Raises CarrierError, and ConfigError where the layouts do not fit."""
-    if weights.carrier == "collective":
+    if weights.in_parts:
         return Shards(spread, team, train=train, engine=engine, weights=weights)
     return Whole(spread, weights, run, wire=train.parallel.wire)

@@ -29,6 +29,7 @@ from contraflow.train.learner import Learner, Place
 from contraflow.train.publishing import Shards
 from contraflow.train.report import StepReport, TrainReport
 from contraflow.types import Group, Manifest, Take, Version
+from contraflow.weights.ipc import Handle
 from contraflow.weights.wire import Link
 
 __all__ = ["Place", "StepReport", "TrainReport", "Trainer", "make_trainer"]
@@ -107,6 +108,10 @@ class Trainer:
         """See `weights.wire.Sender`: beside whatever the trainer is at."""
         shards = self._shards
         await asyncio.get_running_loop().run_in_executor(shards.threads, shards.send, link, version)
+
+    async def offer(self, link: str, version: Version) -> tuple[Handle, ...]:
+        """See `weights.wire.Sender`."""
+        return self._shards.offer(link, version)
 
     async def let_go(self, link: str) -> None:
         """See `weights.wire.Sender`."""

@@ -8,7 +8,7 @@ travels; an inbox one part, and two buckets while it receives. Digests take four
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -22,7 +22,6 @@ from contraflow.weights.reshard import Box, Bucket, Plan, Slice
 from contraflow.weights.sums import as_text, bucket_sum
 from contraflow.weights.wire import Wire
 
-KIND = "collective"
 MOST_SETS = 2  # versions that lie on a trainer rank
 Dtypes = Mapping[str, torch.dtype]
 
@@ -94,15 +93,19 @@ class Outbox:
 
     def send(self, version: Version, wire: Wire) -> int:
         """Send this rank's buckets of a version held for the wire's link; how many bytes. Raises as `Flight.land`."""
-        held = [one for one in self._sets if one.version == version and wire.link.name in one.users]
-        if not held:
-            raise CarrierError(f"version {version} is not held for {wire.link.name}")
-        turns = zip(self._indices, self._mine, held[0].buckets, strict=True)
+        turns = zip(self._indices, self._mine, self.held(version, wire.link.name), strict=True)
         with _aside(self._device):
             flights = [wire.send(data_B, one.source, one.targets, tag=index) for index, one, data_B in turns]
             for flight in flights:
                 flight.land()
         return sum(bucket.nbytes for bucket in self._mine)
+
+    def held(self, version: Version, link: str) -> list[Tensor]:
+        """Buckets of a version held for a link, in order, as they lie here. Raises CarrierError if it is not held."""
+        for packed in self._sets:
+            if packed.version == version and link in packed.users:
+                return packed.buckets
+        raise CarrierError(f"version {version} is not held for {link}")
 
     def _room(self, version: Version) -> _Packed:
         """A set to pack into: the newest that is not in use, so that no more than one in use lies beside it."""
@@ -136,21 +139,21 @@ class Inbox:
         shapes: Mapping[str, Sequence[int]],
         dtypes: Dtypes,
         *,
-        wire: Wire,
+        kind: str,
         device: torch.device,
     ) -> None:
-        """`shapes` of this rank's own part; `device` is where that part is to lie."""
+        """`shapes` of this rank's own part; `device` is where that part is to lie; `kind` as manifests must have it."""
         self.plan, self._rank, self._digest = plan, rank, plan.digest()
-        self._shapes, self._dtypes, self._wire, self._device = shapes, dtypes, wire, device
+        self._shapes, self._dtypes, self._kind, self._device = shapes, dtypes, kind, device
         self._indices = plan.received_by(rank)
 
     def check(self, manifest: Manifest) -> None:
         """Raise CarrierError unless the version was packed for this engine, by the same plan."""
         version, buckets = manifest.version, len(self.plan.buckets)
-        if manifest.carrier != KIND:
+        if manifest.carrier != self._kind:
             raise CarrierError(
-                f"version {version} travels by {manifest.carrier!r}, this side receives {KIND!r}; give both sides the "
-                "same weights.carrier"
+                f"version {version} travels by {manifest.carrier!r}, this side receives {self._kind!r}; give both "
+                "sides the same weights.carrier"
             )
         if manifest.location != self._digest:
             raise CarrierError(
@@ -160,36 +163,55 @@ class Inbox:
         if len(manifest.digests) != buckets:
             raise CarrierError(f"manifest of {version}: {len(manifest.digests)} digests for {buckets} buckets")
 
-    @torch.no_grad()
-    def receive(self, manifest: Manifest) -> dict[str, Tensor]:
+    def receive(self, manifest: Manifest, wire: Wire) -> dict[str, Tensor]:
         """This rank's part of a version, proven. Blocks until it is there.
 
         Raises: CarrierError naming version, bucket and both digests for what did not arrive as it was packed; as
         `Flight.land` when the other end is gone or silent.
         """
+        return self._proven(manifest, lambda parts: self._arriving(parts, wire))
+
+    def copy(self, manifest: Manifest, lying: Callable[[int, int], Tensor]) -> dict[str, Tensor]:
+        """The same from where buckets lie: `lying(source, n)` is the n-th of those that trainer rank `source` packed.
+
+        Raises CarrierError as `receive` does.
+        """
+        packed = {index: n for source in range(self.plan.sources) for n, index in enumerate(self.plan.sent_by(source))}
+
+        def copied(parts: Mapping[str, Tensor]) -> Iterator[Tensor]:
+            for index in self._indices:
+                bucket = self.plan.buckets[index]
+                yield self._lay_out(bucket, lying(bucket.source, packed[index]), parts)
+
+        return self._proven(manifest, copied)
+
+    @torch.no_grad()
+    def _proven(
+        self, manifest: Manifest, bring: Callable[[Mapping[str, Tensor]], Iterator[Tensor]]
+    ) -> dict[str, Tensor]:
         self.check(manifest)
         with _aside(self._device):
             parts = {
                 name: torch.empty(tuple(shape), dtype=self._dtypes[name], device=self._device)
                 for name, shape in self._shapes.items()
             }
-            found = as_text(torch.stack(sums)) if (sums := list(self._arriving(parts))) else ()
+            found = as_text(torch.stack(sums)) if (sums := list(bring(parts))) else ()
         for index, digest in zip(self._indices, found, strict=True):
             if digest != manifest.digests[index]:
                 raise CarrierError(self._altered(manifest, index, digest))
         return parts
 
-    def _arriving(self, parts: Mapping[str, Tensor]) -> Iterator[Tensor]:
+    def _arriving(self, parts: Mapping[str, Tensor], wire: Wire) -> Iterator[Tensor]:
         """Digests, bucket by bucket: the next one arrives while this one is laid out."""
         mine = [self.plan.buckets[index] for index in self._indices]
         most = max((bucket.nbytes for bucket in mine), default=0)
-        spare = [torch.empty(most, dtype=torch.uint8, device=self._wire.device) for _ in range(2)]
+        spare = [torch.empty(most, dtype=torch.uint8, device=wire.device) for _ in range(2)]
         flights = []
         for turn in range(len(mine) + 1):
             if turn < len(mine):
                 bucket = mine[turn]
                 room_B = spare[turn % 2][: bucket.nbytes]
-                flight = self._wire.receive(room_B, bucket.source, bucket.targets, tag=self._indices[turn])
+                flight = wire.receive(room_B, bucket.source, bucket.targets, tag=self._indices[turn])
                 flights.append(flight)
             if turn > 0:
                 flights[turn - 1].order()
@@ -215,18 +237,23 @@ class Inbox:
 
 
 def contents(
-    plan: Plan, digests: Sequence[Sequence[str]], shapes: Mapping[str, Sequence[int]], dtypes: Dtypes
+    plan: Plan,
+    digests: Sequence[Sequence[str]],
+    shapes: Mapping[str, Sequence[int]],
+    dtypes: Dtypes,
+    *,
+    kind: str = "collective",
 ) -> dict[str, Any]:
     """What a manifest says of a version that lies packed; `digests` as `pack` gave them, by trainer rank.
 
-    `shapes` are those of whole tensors.
+    `shapes` are those of whole tensors, `kind` is the carrier.
     """
     by_bucket = dict[int, str]()
     for rank, theirs in enumerate(digests):
         by_bucket |= dict(zip(plan.sent_by(rank), theirs, strict=True))
     whole = {name: torch.empty(tuple(shape), dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
     return {
-        "carrier": KIND,
+        "carrier": kind,
         "location": plan.digest(),
         "tensors": layout(whole),
         "digests": tuple(by_bucket[index] for index in range(len(plan.buckets))),

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from contraflow.errors import ConfigError, DeadlineExceeded, WorkerDied
 from contraflow.types import Version
+from contraflow.weights.ipc import Handle
 
 JOIN_S = 120.0  # one side waits while the other loads its model
 _FILE = "file://"
@@ -200,6 +201,10 @@ class Sender(Protocol):
 
     async def send(self, link: str, version: Version) -> None:
         """Send this rank's share over a link. Raises WorkerDied or DeadlineExceeded, naming who took no part."""
+        ...
+
+    async def offer(self, link: str, version: Version) -> tuple[Handle, ...]:
+        """Instead of `send`: where a held version lies, to be copied on the same machine. Raises CarrierError."""
         ...
 
     async def let_go(self, link: str) -> None:

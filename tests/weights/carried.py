@@ -52,12 +52,12 @@ def serve(link: Link, where: str, wired: str, orders: Connection) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     wire = join(link, 1, torch.device(wired), 20.0)
-    inbox = Inbox(planned(), 0, WHOLE, WIRE, wire=wire, device=device)
+    inbox = Inbox(planned(), 0, WHOLE, WIRE, kind="collective", device=device)
     orders.send("joined")
     while (order := orders.recv()) is not None:
         manifest, seed = order
         try:
-            got = inbox.receive(manifest)
+            got = inbox.receive(manifest, wire)
         except ContraflowError as fault:
             orders.send(str(fault))
             continue

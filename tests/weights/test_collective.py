@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -38,6 +38,16 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=noise) for name, shape in WHOLE.items()}
 
 
+class End(NamedTuple):
+    """An engine rank's."""
+
+    inbox: Inbox
+    wire: Wire
+
+    def receive(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+        return self.inbox.receive(manifest, self.wire)
+
+
 class Bench:
     """Trainer ranks and those of engines, each a thread of this process with its own end of real groups."""
 
@@ -65,7 +75,7 @@ class Bench:
             **contents(self.plan, digests, WHOLE, WIRE),
         )
 
-    def join(self, name: str = "rollout-0", *, deadline_s: float = 20.0) -> tuple[list[Wire], list[Inbox]]:
+    def join(self, name: str = "rollout-0", *, deadline_s: float = 20.0) -> tuple[list[Wire], list[End]]:
         link = Link(name, 1, f"file://{self.folder}/{name}")
         sources, targets = self.trainer.ranks, self.engine.ranks
 
@@ -82,18 +92,18 @@ class Bench:
                 rank,
                 {key: piece.shape for key, piece in held.items()},
                 WIRE,
-                wire=wires[sources + rank],
+                kind="collective",
                 device=CPU,
             )
             for rank, held in enumerate(self.theirs)
         ]
-        return wires[:sources], inboxes
+        return wires[:sources], [End(*end) for end in zip(inboxes, wires[sources:], strict=True)]
 
     def hold(self, version: Version, name: str = "rollout-0") -> None:
         for outbox in self.outboxes:
             outbox.hold(version, name)
 
-    def carry(self, manifest: Manifest, wires: list[Wire], inboxes: list[Inbox]) -> list[dict[str, torch.Tensor]]:
+    def carry(self, manifest: Manifest, wires: list[Wire], inboxes: list[End]) -> list[dict[str, torch.Tensor]]:
         self.hold(manifest.version, wires[0].link.name)
         sends = [
             lambda outbox=outbox, wire=wire: outbox.send(manifest.version, wire)
