@@ -34,5 +34,6 @@ async def prove_scaled(dialect: Dialect, vocab: int) -> None:
     if np.abs(plain[-len(given) :] - np.array(given)).max(initial=0) < 1e-3:
         raise EngineError(
             f"server {dialect.url} gives log-probabilities of temperature 1 for tokens sampled at another; start it so "
-            "that they follow the temperature (vLLM: --logprobs-mode processed_logprobs), or sample at temperature 1"
+            "that they follow the temperature (vLLM: with --logprobs-mode processed_logprobs; SGLang: without "
+            "SGLANG_RETURN_ORIGINAL_LOGPROB), or sample at temperature 1"
         )

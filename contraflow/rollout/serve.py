@@ -16,9 +16,11 @@ from contraflow.errors import ConfigError
 from contraflow.model.folder import read_config
 from contraflow.parallel.pieces import shapes
 from contraflow.rollout import vllm
+from contraflow.rollout.dialect import Dialect
 from contraflow.rollout.fleet import Server
 from contraflow.rollout.served import ServedEngine
 from contraflow.rollout.servers import Attached, Started
+from contraflow.rollout.sglang import Sglang
 from contraflow.runtime.base import Host
 from contraflow.weights.manifest import Expected
 
@@ -42,12 +44,15 @@ def open_servers(
 ) -> list[Server]:
     """The servers a section asks for; `log` says where each started one prints. Raises: ConfigError."""
     server, key = section.server, key_of(section, environment)
-    if section.kind != "vllm":
-        raise ConfigError(f"engine.kind = {section.kind!r}: servers of this kind are not known")
+    if section.kind == "sglang" and not server.urls:
+        raise ConfigError(
+            "engine.server.urls = [] with engine.kind = 'sglang': SGLang servers are attached to, not started; start "
+            "one with what `contraflow plan-engine` prints, and name its address there"
+        )
     found = []
     for url in server.urls:
         client = _client(url, key, server.request_deadline_s)
-        found.append(Server(vllm.Vllm(client), Attached(url, deadline_s=server.start_deadline_s)))
+        found.append(Server(_dialect(section, folder, client), Attached(url, deadline_s=server.start_deadline_s)))
     for index in range(0 if server.urls else server.count):
         # A socket in a folder that only this user can enter: the weights' endpoints ask for no key.
         socket = Path(tempfile.gettempdir()) / f"contraflow-{secrets.token_hex(8)}" / "socket"
@@ -61,6 +66,12 @@ def open_servers(
         )
         found.append(Server(vllm.Vllm(client), process))
     return found
+
+
+def _dialect(section: EngineSection, folder: Path, client: "HttpClient") -> Dialect:
+    if section.kind == "vllm":
+        return vllm.Vllm(client)
+    return Sglang(client, read_config(folder), load_deadline_s=section.server.start_deadline_s)
 
 
 def _client(url: str, key: str, deadline_s: float) -> "HttpClient":

@@ -24,6 +24,8 @@ from contraflow.model.families import ModelConfig
 from contraflow.rollout.engine import Engine
 from contraflow.rollout.native import NativeEngine
 from contraflow.rollout.scripted import ScriptedEngine
+from contraflow.rollout.served_twin import VllmTwin
+from contraflow.rollout.sglang_twin import SglangTwin
 from contraflow.types import Probe, Request, Span, StopReason, Version
 from contraflow.weights.probe import make_probe, probe_prompts
 from tests.rollout.gangs import Gang, Spec
@@ -90,11 +92,13 @@ def spread(gang: Gang, ep: int) -> Lab:
     return Lab(make, *releases())
 
 
-def served(place: Path) -> Lab:
+def served(place: Path, kind: Literal["vllm", "sglang"]) -> Lab:
     made = itertools.count()
 
     def make(policy: Policy, version: Version | None) -> Engine:
-        return over_twins(CONFIG, place / str(next(made)), section=served_section(policy), version=version).engine
+        section = served_section(policy, kind=kind)
+        twin = VllmTwin if kind == "vllm" else SglangTwin
+        return over_twins(CONFIG, place / str(next(made)), section=section, version=version, kind=twin).engine
 
     return Lab(make, *releases())
 
@@ -169,15 +173,16 @@ def gang() -> Iterator[Gang]:
     two.close()
 
 
-@pytest.fixture(params=[*LABS, "served", "native-gang", *LATER])
+@pytest.fixture(params=[*LABS, "served", "served-sglang", "native-gang", *LATER])
 def lab(request: pytest.FixtureRequest) -> Lab:
     if request.param in LABS:
         return LABS[request.param]
     if request.param == "served-vllm":
         real: Lab = request.getfixturevalue("vllm_lab")
         return real
-    if request.param == "served":
-        return served(request.getfixturevalue("tmp_path"))
+    if request.param in ("served", "served-sglang"):
+        kind: Literal["vllm", "sglang"] = "vllm" if request.param == "served" else "sglang"
+        return served(request.getfixturevalue("tmp_path"), kind)
     return spread(request.getfixturevalue("gang"), ep=2 if request.param.endswith("ep") else 1)
 
 

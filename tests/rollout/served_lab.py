@@ -1,4 +1,4 @@
-"""Served engines for tests: over the twin in this process, and over a real vLLM where one is installed."""
+"""Served engines for tests: over twins in this process, and over a real vLLM where one is installed."""
 
 import asyncio
 import os
@@ -19,12 +19,15 @@ from contraflow.model.decoder import new_decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.folder import save_folder
 from contraflow.rollout import vllm
+from contraflow.rollout.dialect import Dialect
 from contraflow.rollout.fleet import Server
 from contraflow.rollout.http import HttpClient
 from contraflow.rollout.serve import PACKAGE
 from contraflow.rollout.served import ServedEngine
 from contraflow.rollout.served_twin import VllmTwin
 from contraflow.rollout.servers import Attached
+from contraflow.rollout.sglang import Sglang
+from contraflow.rollout.sglang_twin import SglangTwin
 from contraflow.rollout.vllm import Vllm
 from contraflow.types import Version
 
@@ -56,8 +59,8 @@ class TwinProcess:
     socket: Path
     context_tokens: int
     options: dict[str, Any] = field(default_factory=dict)
-    kind: type[VllmTwin] = VllmTwin
-    twin: VllmTwin | None = None
+    kind: type[VllmTwin] | type[SglangTwin] = VllmTwin
+    twin: VllmTwin | SglangTwin | None = None
     starts: int = 0
 
     async def start(self, answers: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -102,21 +105,26 @@ def over_twins(
     section: EngineSection | None = None,
     version: Version | None = None,
     on_broken: Callable[[str], None] = lambda reason: None,
-    kind: type[VllmTwin] = VllmTwin,
+    kind: type[VllmTwin] | type[SglangTwin] = VllmTwin,
     key: str = "",
     **options: Any,
 ) -> Twins:
     """`place` is a folder of the test's own; `key` is what the engine says, `options` are the twins'."""
     section = section or served_section()
     folder = model_folder(config, place / "model")
-    options = {"routes": section.routes, **options}
+    if issubclass(kind, VllmTwin):
+        options = {"routes": section.routes, **options}
     processes = [
         TwinProcess(folder, place / f"s{index}", section.context_tokens, dict(options), kind) for index in range(count)
     ]
-    servers = [
-        Server(Vllm(HttpClient(f"unix:{p.socket}", key=key, deadline_s=section.server.request_deadline_s)), p)
-        for p in processes
-    ]
+
+    def dialect(process: TwinProcess) -> Dialect:
+        client = HttpClient(f"unix:{process.socket}", key=key, deadline_s=section.server.request_deadline_s)
+        if issubclass(kind, VllmTwin):
+            return Vllm(client)
+        return Sglang(client, config, load_deadline_s=section.server.start_deadline_s)
+
+    servers = [Server(dialect(process), process) for process in processes]
     engine = ServedEngine(
         servers, section, config, folder, clock=time.perf_counter, version=version, on_broken=on_broken
     )
