@@ -262,9 +262,8 @@ def decode(q_BHd: Tensor, pages: Pages, seen: Seen, tiling: Tiling | None = None
         WINDOW=seen.window or 0, **grouped, **shape, **cut,
     )  # fmt: skip
     if splits > 1:
-        _merge[(heads, batch)](
-            parts, stats, sinks, out, HEADS=heads, SPLITS=splits, num_warps=1 if dim <= 128 else 2, **shape
-        )
+        warps = min(max(splits * _padded(dim) // 2048, 1), 8)
+        _merge[(heads, batch)](parts, stats, sinks, out, HEADS=heads, SPLITS=splits, num_warps=warps, **shape)
     return out
 
 
