@@ -40,6 +40,7 @@ ALONE = [(16, 2, 1), (16, 2, 3), (32, 4, 1), (32, 4, 2), (32, 4, 3), (32, 4, 4),
 PRODUCTS = [(32, 2, 5), (32, 4, 3), (32, 4, 5), (64, 4, 1), (64, 4, 2), (64, 4, 3), (64, 4, 5), (128, 4, 3)]
 ALL = [(*cut, 1, False) for cut in ALONE] + [(*cut, 1, True) for cut in PRODUCTS]
 CUTS = {"olmoe-1b-7b": ALL, "qwen3-30b-a3b": ALL[len(ALONE) :]}
+MODELS = {name: SHAPES[name] for name in CUTS}
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def log_normal(count: int, mean: float, cap: int, seed: int) -> list[int]:
 def decoding(device: Device, rehearse: bool) -> Iterator[dict[str, Any]]:
     """A row for each case."""
     batches, contexts = ((1, 2), (20,)) if rehearse else ((1, 64, 512), (256, 768, 2048))
-    for (name, config), batch in itertools.product(SHAPES.items(), batches):
+    for (name, config), batch in itertools.product(MODELS.items(), batches):
         one_layer = single(config)
         cases = {str(context): [context] * batch for context in contexts}
         if batch > 1:
@@ -158,7 +159,7 @@ def decoding(device: Device, rehearse: bool) -> Iterator[dict[str, Any]]:
 
 def sweep(device: Device, rehearse: bool, deadline: float) -> Iterator[dict[str, Any]]:
     """Cuts of the decode kernels at B = 512, then splits of the best at mixed lengths and at B = 64 and 1."""
-    for name, config in SHAPES.items():
+    for name, config in MODELS.items():
         one_layer = single(config)
         whole = Decoding(device, one_layer, [20] * 2 if rehearse else [768] * 512)
         cuts = [kernels.Tiling(*cut) for cut in CUTS[name][: 1 if rehearse else None]]
@@ -189,7 +190,7 @@ def cut_row(name: str, case: str, cut: kernels.Tiling, us: float, work: Decoding
 def prefilling(device: Device, rehearse: bool) -> Iterator[dict[str, Any]]:
     """Chunks of several sequences, fresh or behind a cached past, beside flash attention over packed tokens."""
     for (name, config), (count, new, past) in itertools.product(
-        SHAPES.items(), [(2, 5, 3)] if rehearse else [(64, 256, 0), (8, 2048, 0), (8, 512, 3072)]
+        MODELS.items(), [(2, 5, 3)] if rehearse else [(64, 256, 0), (8, 2048, 0), (8, 512, 3072)]
     ):
         case = Decoding(device, single(config), [new + past] * count)
         queries = torch.arange(count * new, device=device.name).view(count, new)
@@ -210,7 +211,7 @@ def prefilling(device: Device, rehearse: bool) -> Iterator[dict[str, Any]]:
 
 def placing(device: Device, rehearse: bool) -> Iterator[dict[str, Any]]:
     """From the projection's output to queries and cached keys: one kernel, beside the plain form."""
-    for (name, config), batch in itertools.product(SHAPES.items(), (2,) if rehearse else (1, 512, 16384)):
+    for (name, config), batch in itertools.product(MODELS.items(), (2,) if rehearse else (1, 512, 16384)):
         attention = Attention(single(config), device.dtype, device.name)
         for weight in attention.parameters():
             torch.nn.init.ones_(weight)
