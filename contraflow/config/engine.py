@@ -91,7 +91,16 @@ class Engine(Section):
         if not self.served:
             return self
         where = "the servers' own command line decides it (engine.server.arguments)"
-        theirs = {"parallel", "device", "kv_tokens", "block_tokens", "replace_every", "spare_experts"}
+        theirs = {
+            "parallel",
+            "device",
+            "kv_tokens",
+            "block_tokens",
+            "replace_every",
+            "spare_experts",
+            "graphs",
+            "lookahead",
+        }
         for key in sorted(theirs):
             if getattr(self, key) != type(self).model_fields[key].get_default():
                 raise ValueError(f"{key} = {getattr(self, key)!r} with engine.kind = {self.kind!r}: {where}")

@@ -161,6 +161,11 @@ class Recipe(Section):
         if not self.engine.served:
             return self
         server, workers = self.engine.server, self.rollout.workers
+        if self.weights.dtype == "float8":
+            raise ValueError(
+                f"weights.dtype = 'float8' with engine.kind = {self.engine.kind!r}: servers load folders without "
+                "scales; send 'bfloat16' or 'float32'"
+            )
         if self.weights.refresh_deadline_s < server.start_deadline_s:
             raise ValueError(
                 f"weights.refresh_deadline_s = {self.weights.refresh_deadline_s} is less than "
