@@ -64,13 +64,13 @@ def open_servers(
             log(index),
             deadline_s=server.start_deadline_s,
         )
-        found.append(Server(vllm.Vllm(client), process))
+        found.append(Server(_dialect(section, folder, client), process))
     return found
 
 
 def _dialect(section: EngineSection, folder: Path, client: "HttpClient") -> Dialect:
     if section.kind == "vllm":
-        return vllm.Vllm(client)
+        return vllm.Vllm(client, load_deadline_s=section.server.start_deadline_s)
     return Sglang(client, read_config(folder), load_deadline_s=section.server.start_deadline_s)
 
 

@@ -23,6 +23,7 @@ from contraflow.model.decoder import Decoder
 from contraflow.model.folder import load_folder
 from contraflow.rollout.http_server import Ask, HttpServer, Reply
 from contraflow.rollout.native import NativeEngine
+from contraflow.telemetry import Clock
 from contraflow.types import Completion, Int32, Request, StopReason, Version
 from contraflow.weights.probe import make_probe, probe_logprobs, probe_prompts
 
@@ -45,6 +46,7 @@ class VllmTwin:
         folder: Path,
         *,
         context_tokens: int,
+        clock: Clock = time.perf_counter,
         key: str = "",
         version: str = "0.32.0",
         routes: bool = False,
@@ -55,9 +57,7 @@ class VllmTwin:
         each event of a stream by itself."""
         self._decoder = load_folder(folder)
         section = EngineSection(context_tokens=context_tokens, routes=routes)
-        self._engine = NativeEngine(
-            self._decoder, section, clock=time.perf_counter, stepping="inline", version=Version(0, 0)
-        )
+        self._engine = NativeEngine(self._decoder, section, clock=clock, stepping="inline", version=Version(0, 0))
         self._section, self._key, self._version, self._raw, self._tamper = section, key, version, raw_logprobs, tamper
         self._stamp, self._loads, self._served = "", 0, 0
         self._running = asyncio.Event()
@@ -199,7 +199,7 @@ class VllmTwin:
 
 
 async def _main(folder: str, socket: str, context_tokens: str) -> None:
-    twin = VllmTwin(Path(folder), context_tokens=int(context_tokens))
+    twin = VllmTwin(Path(folder), context_tokens=int(context_tokens), clock=time.perf_counter)
     await twin.open(Path(socket))
     await asyncio.Event().wait()
 

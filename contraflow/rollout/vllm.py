@@ -35,8 +35,9 @@ T = TypeVar("T")
 class Vllm:
     """A `Dialect`."""
 
-    def __init__(self, client: "HttpClient") -> None:
-        self._client = client
+    def __init__(self, client: "HttpClient", *, load_deadline_s: float = 300.0) -> None:
+        """`load_deadline_s` bounds the wait for loaded weights."""
+        self._client, self._load_deadline_s = client, load_deadline_s
 
     @property
     def url(self) -> str:
@@ -96,7 +97,7 @@ class Vllm:
 
     async def load(self, folder: Path, stamp: str) -> None:
         """See `Dialect`."""
-        loaded = await self._everywhere("contraflow_load", [str(folder), stamp])
+        loaded = await self._everywhere("contraflow_load", [str(folder), stamp], deadline_s=self._load_deadline_s)
         if any(worker.get("stamp") != stamp for worker in loaded):
             raise ServerError(self.url, "malformed", f"its workers answer {loaded} to being given version {stamp}")
 
@@ -108,9 +109,12 @@ class Vllm:
         """See `Dialect`. Workers that differ give both."""
         return " and ".join(sorted({str(worker["stamp"]) for worker in await self._everywhere("contraflow_stamp", [])}))
 
-    async def _everywhere(self, method: str, arguments: list[str]) -> list[dict[str, Any]]:
+    async def _everywhere(
+        self, method: str, arguments: list[str], *, deadline_s: float | None = None
+    ) -> list[dict[str, Any]]:
         """What every worker process answers to a method of the extension."""
-        answer = await self._client.post("/collective_rpc", {"method": method, "args": arguments})
+        body = {"method": method, "args": arguments}
+        answer = await self._client.post("/collective_rpc", body, deadline_s=deadline_s)
         workers = self._read("/collective_rpc", lambda: list(answer["results"]))
         if not workers or not all(isinstance(worker, dict) and "stamp" in worker for worker in workers):
             raise ServerError(self.url, "malformed", f"{method} gave {workers}")
