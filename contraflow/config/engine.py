@@ -65,7 +65,9 @@ class Engine(Section):
     routes: bool = False  # record each token's experts
     device: Device = "cpu"  # cpu, cuda or cuda:N: rank r takes GPU N + r, further workers the ones behind
     compute: Compute = "float32"  # of the forward pass; bfloat16 keeps weights so, but for router and head
-    graphs: Literal["auto", "off"] = "auto"  # replay decode passes as CUDA graphs; auto: on a GPU, with one rank
+    graphs: Literal["auto", "off"] = (
+        "auto"  # replay decode passes as CUDA graphs; auto: on a GPU, with one rank, experts in bfloat16
+    )
     lookahead: Literal["auto", "on", "off"] = (
         "auto"  # begin a pass before the last one's tokens are read; auto: as graphs
     )

@@ -94,6 +94,7 @@ def _chunks(tokens: int, size: int) -> Iterator[slice]:
     return (slice(tokens * i // count, tokens * (i + 1) // count) for i in range(count))
 
 
+@torch.no_grad()
 def halves(head_VD: Tensor, out: Tensor | None = None) -> Tensor:
     """bf16 `[V, 2D]`: the fp32 weights rounded, and what that lost; written to `out`, if given."""
     width = head_VD.shape[1]

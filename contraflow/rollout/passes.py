@@ -19,7 +19,7 @@ from torch import Tensor
 from contraflow.config import Engine as EngineSection
 from contraflow.dispatch.base import Phase
 from contraflow.dispatch.local import LocalDispatch
-from contraflow.model.attention import Attention, Plan
+from contraflow.model.attention import FLASH_DTYPES, Attention, Plan
 from contraflow.model.cache import KVCache
 from contraflow.model.decoder import Decoder
 from contraflow.model.moe import MoE
@@ -114,7 +114,9 @@ class Passes:
             self.near = RowCache(self.cache, bucket(section.max_sequences), section.context_tokens)
         self.routes = RouteStore(decoder.config, self.cache) if section.routes and decoder.config.experts else None
         self._halves_V2D = halves(decoder.head) if cuda and decoder.compute_dtype == torch.bfloat16 else None
-        self._captures = cuda and alone and not self._spread and section.graphs == "auto"
+        half = decoder.compute_dtype in FLASH_DTYPES  # torch's grouped matmul reads its offsets on the host in fp32
+        capturable = alone and not self._spread and (half or not mixtures)
+        self._captures = cuda and capturable and section.graphs == "auto"
         self.graphs = self._new_graphs()
 
     @property
