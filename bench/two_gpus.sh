@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # On a machine of two GPUs: every case of every form between real processes, and the comparison with DeepEP; tables last.
 # Arguments: a folder for results, a folder of wheels to install first (DeepEP's; - for none), then parts: conformance,
-# dispatch, tune. Multicast stays off. Each part has a time limit; the exit status is that of the conformance.
+# dispatch, tune, fp8. Multicast stays off. Each part has a time limit; the exit status is that of the conformance.
 set -uo pipefail
 out=$1 wheels=$2; shift 2
 parts=${*:-conformance dispatch}
@@ -41,7 +41,8 @@ for part in $parts; do
       for sms in 24 48; do
         for tile in 16384x16 16384x32 32768x16 32768x32 65536x16 65536x32; do tiles+="rawnvlink@$sms:$tile,"; done
       done
-      bench dispatch_tiles 90 --starts 1 --seconds 80 --kinds "${tiles%,}" ;;
+      bench dispatch_tiles 90 --starts 1 --seconds 80 --kinds "stepsrawnvlink@24,stepsrawnvlink@48,${tiles%,}" ;;
+    fp8) bench dispatch_fp8 90 --starts 1 --seconds 80 --kinds nvlink-fp8@24,deepep-fp8@24,nvlink-fp8@48,deepep-fp8@48 ;;
     *) echo "no part is called $part"; exit 2 ;;
   esac
 done
@@ -53,6 +54,7 @@ for log in "$out"/cases_*.log; do
   if [ -f "$out/failed_$kind" ]; then sed -n '/^case /,$p' "$log"; else tail -n 1 "$log"; fi
 done
 for log in "$out"/dispatch_*.log; do
+  [ -f "$log" ] && grep '^steps ' "$log"
   [ -f "$log" ] && sed -n '/^kind /,$p' "$log"
 done
 exit $status

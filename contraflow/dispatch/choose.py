@@ -125,7 +125,7 @@ def calibrate(
     opened: dict[str, Dispatch[Any]] = {}
     refused: dict[str, str] = {}
     most = max(max(counts, default=1) for counts in tokens.values())
-    for kind in _candidates(links, tokens, torch.device(device)):
+    for kind in candidates(links, tokens, torch.device(device)):
         try:
             opened[kind] = open_dispatch(
                 kind, links, experts=shape.experts, wire=shape.wire, max_tokens=most, device=device
@@ -142,7 +142,7 @@ def calibrate(
     return Table(shape=shape, domains=links.topology.domains, entries=agreed)
 
 
-def _candidates(links: Links, phases: Collection[Phase], device: torch.device) -> list[str]:
+def candidates(links: Links, phases: Collection[Phase], device: torch.device) -> list[str]:
     """Forms worth a try: two hops over several domains alone, shared memory inside one alone.
 
     Not in training, where nobody says how many tokens a rank may bring, which sizes that memory.

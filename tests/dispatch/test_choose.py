@@ -4,11 +4,12 @@ import itertools
 
 import msgspec
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from contraflow.dispatch.base import Phase
-from contraflow.dispatch.choose import CANDIDATES, CLOSE, Entry, Shape, Table, calibrate
+from contraflow.dispatch.choose import CANDIDATES, CLOSE, Entry, Shape, Table, calibrate, candidates
 from contraflow.dispatch.domains import Topology
 from contraflow.dispatch.exchange import Links
 from contraflow.dispatch.virtual import VirtualWorld
@@ -78,3 +79,16 @@ def test_a_calibration_times_every_form_and_is_the_same_on_all_ranks(topology: T
     assert {(e.phase, e.tokens) for e in found.entries} == {("train", 4), ("prefill", 8), ("decode", 0), ("decode", 1)}
     assert msgspec.json.decode(msgspec.json.encode(found), type=Table) == found
     assert len(found.lines()) == 5 + len(refused)
+
+
+def test_shared_memory_is_tried_on_gpus_of_one_domain_where_nobody_trains() -> None:
+    def tried(domain_ranks: int, phases: tuple[Phase, ...], device: str) -> bool:
+        found = VirtualWorld(Topology.even(4, domain_ranks)).run(
+            lambda links: candidates(links, phases, torch.device(device))
+        )
+        return "nvlink" in found[0]
+
+    assert tried(4, ("prefill", "decode"), "cuda")
+    assert not tried(4, ("prefill", "decode"), "cpu")
+    assert not tried(4, ("train", "decode"), "cuda")
+    assert not tried(2, ("decode",), "cuda")

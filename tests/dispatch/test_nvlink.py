@@ -238,6 +238,29 @@ def test_a_rank_in_another_call_is_told_from_one_that_is_missing() -> None:
 
 
 @needs_kernels
+def test_a_rank_that_is_a_call_ahead_does_not_touch_what_others_still_read() -> None:
+    world = TwinWorld(2, experts=2, choices=1, dim=4, most=3)
+    here, ahead = ground_of(world, 0, 5), ground_of(world, 1, 5)
+    ids = torch.zeros(3, 1, dtype=torch.int64, device=world.device)  # all to the expert of rank 0
+
+    def send(ground: TwinGround, value: float) -> None:
+        x, weights = torch.full((3, 4), value, device=world.device), torch.full((3, 1), value, device=world.device)
+        ground.push(x, ids, weights, torch.float32)
+        ground.ring(OUT)
+
+    send(here, 1.0)
+    send(ahead, 2.0)
+    here.meet_alone(OUT)
+    ahead.meet_alone(OUT)
+    send(ahead, 9.0)
+    ends, row, came = here.group()
+    x, weights = torch.zeros(6, 4, device=world.device), torch.zeros(6, device=world.device)
+    here.spread(x, weights, row, came, torch.float32)
+    assert ends.tolist() == [6]
+    assert x[:, 0].tolist() == weights.tolist() == [1.0, 1.0, 1.0, 2.0, 2.0, 2.0]
+
+
+@needs_kernels
 def test_a_meeting_that_all_came_to_leaves_no_fault() -> None:
     world = TwinWorld(2, experts=2, choices=1, dim=1, most=1)
     here, other = ground_of(world, 0, 5), ground_of(world, 1, 5)
