@@ -1,8 +1,8 @@
 """On two GPUs over NCCL a spread model trains as on one: in fp32 closely, in bf16 to rounding.
 
 In bf16 both sides round every activation, in another order. How far the one-rank trainer in bf16 is from the one in
-fp32 is what rounding does: the ranks in bf16 may be half as far again from one rank in bf16. Seen on two H200s: tensor ranks
-1.1 times, all others at most 0.3 times; norms of gradients within 1.3 %, with tensor ranks 4.6 %.
+fp32 is what rounding does: the ranks in bf16 may be half as far again from one rank in bf16. Seen on two H200s: tensor
+ranks 1.1 times as far, all others at most 0.3 times; norms of gradients within 1.3 %, with tensor ranks 4.6 %.
 """
 
 import pickle
