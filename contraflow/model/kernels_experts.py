@@ -42,12 +42,13 @@ class Form(NamedTuple):
 # By mean rows an expert, up to and including. A block's rows bound what its tile computes for nothing; weights, which
 # are nearly all that is read, are read once a block.
 FORMS = (
-    (2, Form(16, Tile(32, 128, 4, 4), Tile(64, 128, 4, 4))),
-    (12, Form(16, Tile(64, 128, 4, 3), Tile(64, 128, 4, 4))),
-    (24, Form(32, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))),
-    (80, Form(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 4))),
+    (0.5, Form(16, Tile(64, 64, 4, 5, turned=True), Tile(64, 128, 4, 3, turned=True))),
+    (12, Form(16, Tile(64, 128, 4, 3, bulk=True, turned=True), Tile(128, 128, 4, 3, bulk=True, turned=True))),
+    (24, Form(32, Tile(64, 64, 4, 3, turned=True), Tile(128, 64, 4, 3, bulk=True, turned=True))),
+    (80, Form(64, Tile(64, 64, 4, 3, turned=True), Tile(128, 64, 4, 3, bulk=True))),
+    (200, Form(128, Tile(64, 64, 8, 3, bulk=True), Tile(128, 64, 8, 3, bulk=True))),
 )
-MANY = Form(128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 4))
+MANY = Form(128, Tile(128, 64, 8, 3), Tile(256, 64, 8, 3))
 
 
 def form(pairs: int, experts: int) -> Form:

@@ -22,7 +22,7 @@ from contraflow.model.router import Router, Tape
 from contraflow.model.sigmoid_router import SigmoidRouter
 
 EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias")  # parameters with a row an expert; biases are gpt-oss's
-MOST_PAIRS = 8192  # that our kernels take: each program that places pairs reads all, so past this sorting is quicker
+MOST_PAIRS = 32768  # that our kernels take, and were measured with: beyond, a prefill is given to torch's matmuls
 
 
 class DenseMLP(nn.Module):
