@@ -281,6 +281,8 @@ class EngineCore:
     def _finish(self, ended: list[tuple[Sequence, StopReason]]) -> None:
         if not ended:
             return
+        spoiled = [sequence for sequence, reason in ended if reason is StopReason.ENGINE_ERROR]
+        blocks = self._spoil(spoiled) if spoiled else set()
         self._passes.leave([sequence for sequence, _ in ended])
         wanted = [sequence for sequence, _ in ended if sequence.request.want_routes]
         routes = dict(zip(wanted, self._passes.routes_of(wanted), strict=True)) if wanted else {}
@@ -295,6 +297,19 @@ class EngineCore:
             else:
                 outcome = self._completion(sequence, reason, routes.get(sequence))
             self._outcomes.append((sequence.waiter, outcome))
+        if blocks:
+            self._passes.wipe([block for block in blocks if not self._pool.references(block)])
+
+    def _spoil(self, sequences: list[Sequence]) -> set[int]:
+        """What these sequences hold is no number: nobody may share it, or find it behind what a row has written.
+
+        Gives their blocks, to be wiped once nobody holds them.
+        """
+        for sequence in sequences:
+            sequence.pure = False
+        self._pool.forget()
+        self._passes.wipe_rows(sequences)
+        return {block for sequence in sequences for block in sequence.blocks}
 
     def _remove(self, sequence: Sequence) -> None:
         self._leave_row(sequence)

@@ -183,6 +183,19 @@ class Passes:
             self.routes.copy(source, target)
 
     @torch.inference_mode()
+    def wipe(self, blocks: Rows[int]) -> None:
+        """Zero these blocks. Attention may weigh what stands behind a sequence by 0, which numbers must survive."""
+        if blocks:
+            self.cache.pool.index_fill_(1, self._there(np.array(blocks, np.int64)), 0)
+
+    @torch.inference_mode()
+    def wipe_rows(self, sequences: Rows[Sequence]) -> None:
+        """The same of the sequences' rows, where rows are kept beside the blocks."""
+        if self.near is not None:
+            for sequence in sequences:
+                self.near.store[:, :, self.rows.row_of(sequence)] = 0
+
+    @torch.inference_mode()
     def join(self, sequences: Rows[Sequence]) -> None:
         """Give sequences whose prefix is cached a row each."""
         if self.near is not None and sequences:

@@ -136,26 +136,38 @@ def test_a_swap_lands_what_the_old_weights_sampled_and_the_rest_is_the_new_ones(
     assert 5 in flips  # all five passes count
 
 
-@pytest.mark.parametrize("lookahead", ["off", "on"])
-def test_a_token_that_gives_no_numbers_ends_only_its_own_sequence(native: Any, lookahead: str) -> None:
+@pytest.mark.parametrize(
+    ("lookahead", "keys"),
+    [
+        ("off", {"max_sequences": 24, "kv_tokens": 4096}),  # rows beside the blocks
+        ("off", {"kv_tokens": 128}),
+        ("on", {"kv_tokens": 128}),
+        ("on", {"kv_tokens": 4096}),
+    ],
+)
+def test_a_token_that_gives_no_numbers_ends_only_its_own_sequence(
+    native: Any, lookahead: str, keys: dict[str, Any]
+) -> None:
     decoder = new_decoder(native.tiny(), seed=1, std=0.2)
     with torch.no_grad():
         decoder.head[5].zero_()
         decoder.embed[5].fill_(math.nan)
-    core = core_of(decoder, lookahead, routes=False)
-    good = [native.ask(f"g{i}", [1, 2, 3, i % 5], new=30, seed=i, temperature=0.5) for i in range(6)]
-    for request in (*good, native.ask("bad", [1, 2, 5], new=30)):
+    core = core_of(decoder, lookahead, routes=False, **keys)
+    ends = [5 if i % 3 == 0 else 6 for i in range(24)]
+    requests = [native.ask(f"n{i}", [1, 2, 3, 4, i % 5, end], new=8 + i % 17, seed=i) for i, end in enumerate(ends)]
+    for request in requests:
         core.submit(request, request.id)
     outcomes = run(core)
-    assert isinstance(outcomes["bad"], EngineError)
-    for request in good:
-        answer = outcomes[request.id]
-        if 5 in answer.tokens.tolist()[:-1]:
-            continue  # it drew the broken token itself
-        assert len(answer.tokens) == 30
-        np.testing.assert_allclose(
-            answer.logprobs, native.packed(decoder, request, answer)[0], atol=native.tolerance, rtol=0
-        )
+    failed = {name for name, outcome in outcomes.items() if isinstance(outcome, EngineError)}
+    assert {request.id for request, end in zip(requests, ends, strict=True) if end == 5} <= failed
+    for request, end in zip(requests, ends, strict=True):
+        if request.id not in failed:
+            wanted, _ = native.packed(decoder, request, outcomes[request.id])
+            np.testing.assert_allclose(outcomes[request.id].logprobs, wanted, atol=native.tolerance, rtol=0)
+        elif end != 5:  # it must have drawn the broken token itself
+            alone = core_of(decoder, "off", routes=False)
+            alone.submit(request, "alone")
+            assert isinstance(run(alone)["alone"], EngineError)
 
 
 def test_a_step_that_raises_forgets_what_was_under_way_and_the_engine_goes_on(native: Any) -> None:

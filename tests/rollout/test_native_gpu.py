@@ -239,8 +239,9 @@ def test_a_head_in_halves_follows_the_weights_and_gives_nearly_fp32_log_probabil
     assert core._passes._halves_V2D.data_ptr() == place
 
 
-def test_a_token_that_gives_no_numbers_ends_only_its_own_sequence_under_way_or_not() -> None:
-    core = core_of(kv_tokens=256, routes=False)  # blocks that held no numbers are used again
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_that_gives_no_numbers_ends_only_its_own_sequence(dtype: torch.dtype) -> None:
+    core = core_of(dtype=dtype, kv_tokens=256, routes=False)  # blocks that held no numbers are used again
     decoder = core._passes.decoder
     with torch.no_grad():
         decoder.embed[5].fill_(float("nan"))

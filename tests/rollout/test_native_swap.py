@@ -149,7 +149,7 @@ def test_a_swap_of_tensors_of_another_dtype_converts_them(native: Any) -> None:
     native.run(body)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     keys=st.fixed_dictionaries(
