@@ -355,3 +355,13 @@ def test_whatever_changes_and_whichever_versions_an_engine_takes_it_gets_every_b
                 assert np.array_equal(fetched.tensors["w"].numpy(), data)
                 assert fetched.arrival.moved <= 2 * total_bytes(manifest.tensors)
     assert inner.versions() == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
+def test_tensors_on_a_gpu_travel_as_deltas(opened: Open, publisher: Publisher) -> None:
+    reader = opened()
+    for n in range(3):
+        fetched = fetch(send(publisher, n, {name: tensor.cuda() for name, tensor in weights_of(n).items()}), reader)
+        assert_is(fetched, weights_of(n))
+    assert fetched.arrival.via == "1 delta upon 1.1"

@@ -72,3 +72,13 @@ def test_all_other_tensors_pass_as_they_are() -> None:
 def test_scales_that_fit_no_float8_tensor_are_refused(tensors: dict[str, Tensor]) -> None:
     with pytest.raises(CarrierError, match=r"'w:scales'.* holds the scales of no float8 tensor 'w'"):
         raised(tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs one CUDA device")
+def test_what_a_gpu_lowers_is_raised_to_the_same_bits_there_and_on_a_cpu() -> None:
+    weight = torch.randn(8, 96, 200, generator=torch.Generator().manual_seed(1))
+    there = lowered("w", weight.cuda())
+    here = raised({name: tensor.cpu() for name, tensor in there.items()})["w"]
+    assert torch.equal(raised(there)["w"].cpu(), here)
+    assert torch.equal(here, raised(lowered("w", weight))["w"])
