@@ -8,7 +8,7 @@ The first runs the recipe with a cut after every step and compares the cuts. The
 next token of random rows (`Updater`, `Optimizer`: fp32 masters, bf16 compute). Both lay the weights out as a version in
 bf16 would be (router and head fp32), encode every chunk against the step before, apply it and compare all bits. Shares
 are of elements whose bits changed, fp32 of the masters and bf16 of what travels as bf16. GB/s are of the whole
-version's bytes, one thread or one GPU, without digests.
+version's bytes, without digests: on one GPU, or in seconds of one CPU thread's own time, whatever else is running.
 """
 
 import argparse
@@ -172,8 +172,9 @@ def delta_of(old_B: Tensor, new_B: Tensor, chunk_bytes: int) -> Row:
 
 
 def now(beside: Tensor) -> float:
-    if beside.is_cuda:
-        torch.cuda.synchronize()
+    if not beside.is_cuda:
+        return time.process_time()
+    torch.cuda.synchronize()
     return time.perf_counter()
 
 
