@@ -6,11 +6,13 @@ a meeting of the threads between.
 """
 
 import importlib.util
+import mmap
 import os
 import threading
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from contraflow.dispatch.domains import Topology
 from contraflow.dispatch.nvlink import SharedDispatch, row_bytes
@@ -20,6 +22,7 @@ from contraflow.dispatch.virtual import VirtualLinks, VirtualWorld
 CAN_RUN = importlib.util.find_spec("triton") is not None and (
     torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
 )
+NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python 3.11 has no name for
 ONE_AT_A_TIME = threading.Lock()  # the interpreter keeps the program's number for all threads
 
 
@@ -62,7 +65,7 @@ class TwinWorld:
     ) -> None:  # fmt: skip
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.layout = Layout(ranks, max(1, most), choices, row_bytes(dim, dtype, wire))  # type: ignore[arg-type]
-        self.memory = [torch.zeros(2 * self.layout.half, dtype=torch.uint8, device=self.device) for _ in range(ranks)]
+        self.memory = [zeros(2 * self.layout.half, self.device) for _ in range(ranks)]
         self.world = VirtualWorld(Topology.even(ranks, ranks), deadline_s=60)
         self.run = self.world.run
         self.sizes = sizes or Sizes(sms=2, local=3, tile_bytes=2048)
@@ -76,3 +79,11 @@ class TwinWorld:
         )  # fmt: skip
         names = tuple(range(self.layout.ranks))
         return SharedDispatch(ground, names=names, deadline_s=1.0, **self._shared)  # type: ignore[arg-type]
+
+
+def zeros(nbytes: int, device: str) -> Tensor:
+    """Bytes; on a CPU of pages that take no memory until they are written, so that there may be more than it has."""
+    if device == "cuda":
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE)
+    return torch.frombuffer(pages, dtype=torch.uint8)

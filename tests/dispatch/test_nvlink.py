@@ -36,10 +36,8 @@ pytestmark = [pytest.mark.gpu] if ON_GPU else []
 
 def world_of(routing: Routing, **more: Any) -> TwinWorld:
     choices = routing.choices if routing.experts_of is None else len(routing.experts_of)
-    return TwinWorld(
-        len(routing.tokens), experts=routing.experts, choices=choices, dim=routing.dim, most=max(routing.tokens),
-        dtype=routing.dtype, wire=routing.wire, fixed=routing.fixed, **more,
-    )  # fmt: skip
+    given_ = {"most": max(routing.tokens), "dtype": routing.dtype, "wire": routing.wire, "fixed": routing.fixed} | more
+    return TwinWorld(len(routing.tokens), experts=routing.experts, choices=choices, dim=routing.dim, **given_)
 
 
 def over_twins(routing: Routing, calls: int = 1, **more: Any) -> list[list[str]]:
@@ -121,6 +119,13 @@ def test_any_routing_gives_the_closed_form_bit_for_bit(data: st.DataObject) -> N
 @needs_kernels
 def test_halves_take_turns_and_what_earlier_calls_left_does_no_harm() -> None:
     assert over_twins(Routing("again", (9, 5), dim=8), calls=3) == [[], []]
+
+
+@needs_kernels
+def test_slots_may_lie_beyond_32_bits() -> None:
+    routing = Routing("far", (3, 2), dim=2048)
+    most = 2**31 // routing.dim + 1  # elements before the slots of the second rank
+    assert over_twins(routing, most=most) == [[], []]
 
 
 @needs_kernels
