@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from contraflow.model.ops import have_triton
 from contraflow.types import Float32, Int64
 
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -66,24 +67,35 @@ def sample_by_parts(
 ) -> tuple[Tensor, Tensor]:
     """As `sample`, for a GPU: the running sum is taken over parts of the vocabulary, then within the part it falls in.
 
-    Memory is what it costs there: logits are read three times, and a copy of them is written and changed once.
+    Memory is what it costs there: with Triton, logits are read once, and then one part of each row.
     """
-    part = min(PART, logits_BV.shape[1])
-    parts_BCP = functional.pad(logits_BV, (0, -logits_BV.shape[1] % part), value=-torch.inf).unflatten(1, (-1, part))
-    tops_BC, scales_B1 = parts_BCP.amax(-1), scales_B[:, None]
-    highest_B1 = tops_BC.amax(-1, keepdim=True)
-    shift_B1 = -highest_B1 * scales_B1
-    mass_BC = torch.addcmul(shift_B1[..., None], parts_BCP, scales_B1[..., None]).exp_().sum(-1)
-    part_B1, within_B1 = invert_cdf(mass_BC, uniforms_B[:, None])
+    tops_BC, masses_BC = _survey(logits_BV, scales_B)
+    highest_B1, scales_B1 = tops_BC.amax(-1, keepdim=True), scales_B[:, None]
+    masses_BC = masses_BC * ((tops_BC - highest_B1) * scales_B1).exp()
+    part_B1, within_B1 = invert_cdf(masses_BC, uniforms_B[:, None])
     if greedy_B is not None:
         part_B1 = torch.where(greedy_B[:, None], tops_BC.argmax(-1, keepdim=True), part_B1)
-    logits_BP = parts_BCP.gather(1, part_B1[..., None].expand(-1, 1, part))[:, 0]
-    scaled_BP = torch.addcmul(shift_B1, logits_BP, scales_B1)
-    place_B1, _ = invert_cdf(scaled_BP.exp(), within_B1)
+    tokens_BP = part_B1 * PART + torch.arange(PART, device=logits_BV.device)
+    logits_BP = logits_BV.gather(-1, tokens_BP.clamp_max(logits_BV.shape[1] - 1))
+    logits_BP = torch.where(tokens_BP < logits_BV.shape[1], logits_BP, -torch.inf)
+    place_B1, _ = invert_cdf(((logits_BP - tops_BC.gather(-1, part_B1)) * scales_B1).exp(), within_B1)
     if greedy_B is not None:
         place_B1 = torch.where(greedy_B[:, None], logits_BP.argmax(-1, keepdim=True), place_B1)
-    logprobs_B1 = scaled_BP.gather(-1, place_B1) - mass_BC.sum(-1, keepdim=True).log()
-    return (part_B1 * part + place_B1)[:, 0], logprobs_B1[:, 0]
+    over_B1 = (logits_BP.gather(-1, place_B1) - highest_B1) * scales_B1
+    logprobs_B1 = over_B1 - masses_BC.sum(-1, keepdim=True).log()
+    return (part_B1 * PART + place_B1)[:, 0], logprobs_B1[:, 0]
+
+
+def _survey(logits_BV: Tensor, scales_B: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 `[B, C]` each, of each part: the largest logit, and the sum of `exp((logit - largest) * scale)`."""
+    if logits_BV.is_cuda and have_triton():
+        from contraflow.model import kernels_vocab
+
+        return kernels_vocab.survey(logits_BV, scales_B, PART)
+    parts_BCP = functional.pad(logits_BV, (0, -logits_BV.shape[1] % PART), value=-torch.inf).unflatten(1, (-1, PART))
+    tops_BC1 = parts_BCP.amax(-1, keepdim=True)
+    over_BCP = (parts_BCP - tops_BC1.clamp_min(-1e30)) * scales_B[:, None, None]  # a part of nothing has mass 0
+    return tops_BC1[..., 0], over_BCP.exp_().sum(-1)
 
 
 def invert_cdf(mass_BN: Tensor, uniforms_B1: Tensor) -> tuple[Tensor, Tensor]:
