@@ -61,6 +61,7 @@ class Server:
         """Make sure that the server holds `version` now. Raises ServerError if it does not, or cannot say."""
         if self._asked is None:
             self._asked = asyncio.create_task(self._ask())
+            self._asked.add_done_callback(lambda task: task.cancelled() or task.exception())  # all may have gone
         check_stamp(self.dialect.url, await asyncio.shield(self._asked), version)
 
     async def _ask(self) -> str:
@@ -116,8 +117,11 @@ class Fleet:
             await asyncio.wait(mending)
         self._refuse_if_lost()
 
-    async def pick(self, group: str) -> Server:
-        """A server that is up; waits for one. Raises EngineError if none is left."""
+    async def pick(self, group: str) -> Server | None:
+        """A server that is up; waits while all are being mended. None: all are being brought to another release.
+
+        Raises EngineError if none is left.
+        """
         if not self._begun:
             await self.ready()
         while True:
@@ -125,10 +129,10 @@ class Fleet:
             up = [server for server in self._servers if server.up]
             if up:
                 return up[choose(group, [server.taken for server in up], [server.dialect.url for server in up])]
-            await asyncio.wait(
-                [server.mending for server in self._servers if server.mending],
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            mending = [server.mending for server in self._servers if server.mending]
+            if not mending:
+                return None
+            await asyncio.wait(mending, return_when=asyncio.FIRST_COMPLETED)
 
     def suspect(self, server: Server, fault: ServerError) -> None:
         """A server failed: count it, take it out, and mend it. What others saw of the same failure is not counted."""

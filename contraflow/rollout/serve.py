@@ -70,7 +70,8 @@ def open_servers(
 
 def _dialect(section: EngineSection, folder: Path, client: "HttpClient") -> Dialect:
     if section.kind == "vllm":
-        return vllm.Vllm(client, load_deadline_s=section.server.start_deadline_s)
+        moe_layers = read_config(folder).moe_layers
+        return vllm.Vllm(client, moe_layers=moe_layers, load_deadline_s=section.server.start_deadline_s)
     return Sglang(client, read_config(folder), load_deadline_s=section.server.start_deadline_s)
 
 

@@ -89,7 +89,12 @@ class ServedEngine:
         task = asyncio.create_task(self._swap(version, tensors, probe))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise EngineError("the engine is closed") from None
+            raise
 
     def report(self) -> EngineReport:
         """See `Engine`. A step is a piece of a completion; what the servers' caches hold is not known here."""
@@ -168,6 +173,7 @@ class ServedEngine:
         try:
             await self._scaled(server, flight.request.temperature)
             take = await self._read(server, flight, piece)
+            self._refuse_if_closed()
             await self._vouched(server, take, version)
             flight.add(take, version)
             server.mends = flight.tries = 0
@@ -192,7 +198,7 @@ class ServedEngine:
             await self._gate.wait()
             self._refuse_if_closed()
             server = await self._fleet.pick(flight.request.group)
-            if self._gate.is_set() and server.up:
+            if server is not None and server.up and self._gate.is_set():
                 self._refuse_if_closed()
                 return server
 
@@ -205,9 +211,11 @@ class ServedEngine:
                 async for chunk in chunks:
                     take.add(chunk)
                     self._tokens += len(chunk.tokens)
-                    if chunk.stop is not None:
+                    if take.stop is not None:
                         return
-            raise ServerError(server.dialect.url, "malformed", f"piece {piece.id!r} ended without a reason")
+                    if chunk.stop is not None:
+                        break
+            raise ServerError(server.dialect.url, "failed", f"it ended piece {piece.id!r} unasked")
 
         await flight.reading(read())
         return take

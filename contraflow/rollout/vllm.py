@@ -35,9 +35,10 @@ T = TypeVar("T")
 class Vllm:
     """A `Dialect`."""
 
-    def __init__(self, client: "HttpClient", *, load_deadline_s: float = 300.0) -> None:
-        """`load_deadline_s` bounds the wait for loaded weights."""
-        self._client, self._load_deadline_s = client, load_deadline_s
+    def __init__(self, client: "HttpClient", *, moe_layers: Sequence[int] = (), load_deadline_s: float = 300.0) -> None:
+        """`moe_layers` are those whose experts make up routes; empty: all. `load_deadline_s` bounds the wait for
+        loaded weights."""
+        self._client, self._moe_layers, self._load_deadline_s = client, list(moe_layers), load_deadline_s
 
     @property
     def url(self) -> str:
@@ -75,7 +76,7 @@ class Vllm:
             async for event in events:
                 if isinstance(event, dict) and "error" in event:
                     raise ServerError(self.url, "failed", f"request {piece.id!r}: {event['error']}")
-                for chunk in self._read("generate", lambda event=event: [_chunk(c) for c in event["choices"]]):  # type: ignore[misc]
+                for chunk in self._read("generate", lambda event=event: [self._chunk(c) for c in event["choices"]]):  # type: ignore[misc]
                     yield chunk
 
     async def score(self, prompts: Sequence[Int32], salt: str) -> tuple[Float32, ...]:
@@ -108,6 +109,17 @@ class Vllm:
     async def stamp(self) -> str:
         """See `Dialect`. Workers that differ give both."""
         return " and ".join(sorted({str(worker["stamp"]) for worker in await self._everywhere("contraflow_stamp", [])}))
+
+    def _chunk(self, choice: Mapping[str, Any]) -> Chunk:
+        tokens = [int(token) for token in choice["token_ids"] or ()]
+        content = (choice.get("logprobs") or {}).get("content") or ()
+        reason, routed = choice.get("finish_reason"), choice.get("routed_experts")
+        return Chunk(
+            tokens=tokens,
+            logprobs=[float(entry["logprob"]) for entry in content],
+            stop=None if reason is None else _STOPS[reason],
+            routes=None if routed is None else _routes(routed, self._moe_layers),
+        )
 
     async def _everywhere(
         self, method: str, arguments: list[str], *, deadline_s: float | None = None
@@ -197,22 +209,12 @@ def _sampling(piece: Piece) -> dict[str, Any]:
     }
 
 
-def _chunk(choice: Mapping[str, Any]) -> Chunk:
-    tokens = [int(token) for token in choice["token_ids"] or ()]
-    content = (choice.get("logprobs") or {}).get("content") or ()
-    reason, routed = choice.get("finish_reason"), choice.get("routed_experts")
-    return Chunk(
-        tokens=tokens,
-        logprobs=[float(entry["logprob"]) for entry in content],
-        stop=None if reason is None else _STOPS[reason],
-        routes=None if routed is None else _routes(routed),
-    )
-
-
-def _routes(text: str) -> Routes:
+def _routes(text: str, moe_layers: list[int]) -> Routes:
     found: Routes = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
     if found.ndim != 3 or found.dtype not in (np.uint8, np.uint16, np.int32):
         raise ValueError(f"routes of shape {found.shape} and type {found.dtype}")
+    if len(moe_layers) < found.shape[1] and moe_layers:
+        found = found[:, moe_layers]
     return found if found.dtype in (np.uint8, np.uint16) else found.astype(np.uint16)
 
 

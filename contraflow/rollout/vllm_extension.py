@@ -7,8 +7,6 @@ begins anew remembers none. Does not prove anything: that is done from outside, 
 
 from typing import Any
 
-EXTENSION = f"{__name__}.Extension"
-
 
 class Extension:
     """Mixed into vLLM's worker class; methods are called by `/collective_rpc`, on every worker."""

@@ -1,6 +1,8 @@
 """The served engine when servers die, lie, stall or forget: over twins, with real sockets and real weights."""
 
 import asyncio
+import base64
+import io
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from contraflow.errors import CarrierError, EngineError, ServerError
 from contraflow.model.decoder import Decoder, new_decoder
 from contraflow.model.families import ModelConfig
+from contraflow.rollout import vllm
 from contraflow.rollout.fleet import choose
 from contraflow.rollout.served import ServedEngine
 from contraflow.rollout.served_twin import VllmTwin
@@ -89,6 +92,13 @@ def logprobs_of(decoder: Decoder, prompt: Int32, tokens: Int32, temperature: flo
         scaled = torch.log_softmax((hidden @ decoder.head.T).double() / temperature, -1)
     rows = torch.arange(len(prompt) - 1, len(whole) - 1)
     return scaled[rows, whole[len(prompt) :]].numpy()
+
+
+def routes_as_text(shape: tuple[int, ...] = (14, 2, 2), dtype: str = "uint8") -> str:
+    """As vLLM sends them: a numpy file in base 64. Of type "O" it would be unpickled by whoever lets that happen."""
+    file = io.BytesIO()
+    np.save(file, np.arange(math.prod(shape)).reshape(shape).astype(dtype), allow_pickle=True)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 class Once:
@@ -270,6 +280,7 @@ MALFORMED: dict[str, Callable[[Any], Any]] = {
     "a stop without a stop token": alter(finish_reason="stop"),
     "an end before its length": alter(finish_reason="length"),
     "a reason nobody knows": alter(finish_reason="bored"),
+    "an end that nobody asked for": alter(finish_reason="abort"),
     "no choices": lambda event: {"choice": []},
     "an error in the stream": lambda event: {"error": {"message": "out of memory"}},
     "an event that is no object": lambda event: 7,
@@ -285,6 +296,47 @@ def test_an_answer_that_cannot_be_is_thrown_away_counted_and_asked_for_again(tmp
             answer = await twins.engine.generate(ask())
             assert answer.tokens.tolist() == calm
             assert sum(twins.engine.report().faults.values()) == 1
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    "routed",
+    [None, "no base64!", routes_as_text((5, 2, 2)), routes_as_text((3 + 12 - 1, 4)), routes_as_text(dtype="O")],
+)
+def test_routes_that_cannot_be_are_thrown_away_counted_and_asked_for_again(tmp_path: Path, routed: str | None) -> None:
+    def spoil(event: Any) -> Any:
+        if event["choices"][0]["finish_reason"] is None:
+            return None
+        event["choices"][0]["routed_experts"] = routed
+        return event
+
+    async def body() -> None:
+        async with opened(tmp_path, tamper=Once("/inference/v1/generate", spoil)) as twins:
+            answer = await twins.engine.generate(ask(want_routes=True))
+            assert answer.routes is not None
+            assert answer.routes.shape == (3 + 12 - 1, 2, 2)
+            assert twins.engine.report().faults == {"malformed": 1}
+
+    run(body)
+
+
+def test_routes_of_dense_layers_are_left_out() -> None:
+    found = vllm._routes(routes_as_text((4, 5, 2)), [1, 3])
+    assert found.tolist() == np.arange(40).reshape(4, 5, 2)[:, [1, 3]].tolist()
+    assert vllm._routes(routes_as_text((4, 2, 2)), [1, 3]).shape == (4, 2, 2)
+
+
+def test_closing_in_mid_refresh_fails_the_refresh(tmp_path: Path) -> None:
+    async def body() -> None:
+        async with opened(tmp_path) as twins:
+            await twins.engine.generate(ask())
+            swap = asyncio.create_task(twins.engine.swap(V2, *release(7)))
+            while twins.engine.report().doing != "swap":  # noqa: ASYNC110 - it says so nowhere else
+                await asyncio.sleep(0)
+            await twins.engine.close()
+            with pytest.raises(EngineError, match="closed"):
+                await swap
 
     run(body)
 

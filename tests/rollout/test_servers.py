@@ -170,13 +170,13 @@ def test_the_key_travels_by_environment_and_stands_in_no_command_line() -> None:
 
 
 def test_each_address_and_each_count_is_a_server_of_its_own(tmp_path: Path) -> None:
-    urls = ("http://127.0.0.1:8000", "unix:/x")
+    urls, folder = ("http://127.0.0.1:8000", "unix:/x"), model_folder(CONFIG, tmp_path / "model")
     attached = open_servers(
-        EngineSection(kind="vllm", server=ServerSection(urls=urls)), tmp_path, lambda i: tmp_path / str(i), {}
+        EngineSection(kind="vllm", server=ServerSection(urls=urls)), folder, lambda i: tmp_path / str(i), {}
     )
     assert [server.dialect.url for server in attached] == list(urls)
     started = open_servers(
-        EngineSection(kind="vllm", server=ServerSection(count=3)), tmp_path, lambda i: tmp_path / str(i), {}
+        EngineSection(kind="vllm", server=ServerSection(count=3)), folder, lambda i: tmp_path / str(i), {}
     )
     assert len({server.dialect.url for server in started}) == 3
 
