@@ -69,7 +69,7 @@ def test_a_plan_is_the_one_that_was_read_and_approved(
     assert [{"node": p.node, "argv": p.argv, "env": p.env} for p in plan.processes] == golden
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     kind=st.sampled_from(["vllm", "sglang"]),
     nodes=st.sampled_from([1, 2, 4, 8]),

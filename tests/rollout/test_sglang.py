@@ -6,9 +6,11 @@ plays them: it answers only the very request that is written there, field by fie
 """
 
 import asyncio
+import base64
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,12 @@ class Player:
             await asyncio.sleep(0)
 
 
-def play(name: str, body: Callable[[Sglang], Awaitable[Any]], change: Callable[[Any], None] = lambda tree: None) -> Any:
+def play(
+    name: str,
+    body: Callable[[Sglang], Awaitable[Any]],
+    change: Callable[[Any], None] = lambda tree: None,
+    config: ModelConfig = CONFIG,
+) -> Any:
     """What `body` gives against a player of one file, which must have been played to its end."""
 
     async def bounded() -> Any:
@@ -66,7 +73,7 @@ def play(name: str, body: Callable[[Sglang], Awaitable[Any]], change: Callable[[
         url = await server.open()
         try:
             async with asyncio.timeout(20):
-                given = await body(Sglang(HttpClient(url, deadline_s=5), CONFIG, load_deadline_s=5))
+                given = await body(Sglang(HttpClient(url, deadline_s=5), config, load_deadline_s=5))
         finally:
             await server.close()
             assert not player.surprises
@@ -119,6 +126,19 @@ def test_experts_come_as_layers_of_the_model_that_have_them() -> None:
     assert chunk.routes is not None
     assert chunk.routes.dtype == np.uint8
     assert chunk.routes.tolist() == (np.arange(20) % 4).reshape(5, 2, 2).tolist()
+
+
+@pytest.mark.parametrize("told", [(0, 1, 2), (1, 2)], ids=["all layers", "those with experts"])
+def test_layers_without_experts_are_left_out_whether_the_server_tells_of_them_or_not(told: tuple[int, ...]) -> None:
+    config = replace(CONFIG, layers=3, dense_layers=(0,), ffn=16)
+    routes_LMK = np.random.default_rng(3).integers(0, 4, (5, 3, 2), dtype=np.int32)
+    text = base64.b64encode(routes_LMK[:, list(told)].tobytes()).decode()
+
+    def change(tree: Any) -> None:
+        last_event(tree)["meta_info"]["routed_experts"] = text
+
+    (chunk,) = play("generate_routes", lambda dialect: chunks_of(dialect, piece(routes=True)), change, config)
+    assert chunk.routes.tolist() == routes_LMK[:, 1:].tolist()
 
 
 def test_tokens_of_two_versions_are_stamped_with_both_and_so_with_none_that_is_served() -> None:
