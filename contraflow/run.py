@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from contraflow.buffer.service import Buffer
 from contraflow.buffer.store import Counts
@@ -68,7 +69,7 @@ class Watcher:
     async def look(self) -> Snapshot:
         """One snapshot, also written to the journal as a record of kind `pools`."""
         loop, now = self._loop, self._clock()
-        workers, rollouts, forms = await self._workers()
+        workers, rollouts, forms, carried = await self._workers()
         engines = {name: rollout.engine for name, rollout in rollouts.items()}
         rollout_tokens = sum(engine.tokens for engine in engines.values())
         counts = await loop.system.buffer.call(ANSWER_S, Buffer.counts)
@@ -95,6 +96,7 @@ class Watcher:
                     if engine.placed
                 },
                 "forms": forms,
+                "carried": carried,
             }
         )
         rollout_rate, train_rate = self._rates(now, rollout_tokens, train_tokens)
@@ -120,12 +122,13 @@ class Watcher:
             note=progress.note,
         )
 
-    async def _workers(self) -> tuple[list[Worker], dict[str, RolloutReport], dict[str, list[str]]]:
-        """Every process, what rollout workers report, and how each pool's tokens reach experts on other ranks.
+    async def _workers(self) -> tuple[list[Worker], dict[str, RolloutReport], dict[str, list[str]], dict[str, Any]]:
+        """Every process, what rollout workers report, how each pool's tokens reach experts on other ranks, and what
+        parts of versions each trainer rank sent.
 
         One that does not answer in time says so.
         """
-        workers, rollouts, forms = [], {}, {}
+        workers, rollouts, forms, carried = [], {}, {}, {}
         for name, ref in list(self._loop.system.rollouts.items()):
             try:
                 rollouts[name] = rollout = await ref.call(ANSWER_S, RolloutWorker.report)
@@ -136,12 +139,15 @@ class Watcher:
             try:
                 train = await trainer.call(ANSWER_S, Trainer.report)
                 workers.append(Worker(f"trainer-{rank}", train.doing, train.seconds))
+                if train.sent or train.failed:
+                    told = {"sent": train.sent, "skipped": train.skipped, "failed": train.failed, "fault": train.fault}
+                    carried[f"trainer-{rank}"] = told
                 if train.forms:
                     forms[f"trainer-{rank}"] = list(train.forms)
             except (DeadlineExceeded, WorkerDied) as silence:
                 workers.append(Worker(f"trainer-{rank}", str(silence), {}))
         forms |= {name: list(rollout.engine.forms) for name, rollout in rollouts.items() if rollout.engine.forms}
-        return workers, rollouts, forms
+        return workers, rollouts, forms, carried
 
     def _rates(self, now: float, rollout: float, train: float) -> tuple[float, float]:
         last, passed = self._last, max(now - self._last["at"], 1e-9)

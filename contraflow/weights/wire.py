@@ -89,7 +89,7 @@ class Wire:
         others = engine if sending else (source,)
         try:
             if len(targets) > 1:
-                work = self._groups[source, *engine].broadcast(data_B, 0)
+                work = self._groups[source, *engine].broadcast([data_B], dist.BroadcastOptions())
             elif sending:
                 work = self._groups[self._all].send([data_B], engine[0], tag)
             else:

@@ -88,5 +88,9 @@ def test_versions_that_travel_in_parts_teach_as_well(tmp_path: Path) -> None:
     looks = run(tmp_path / "run", "run.steps=20", "weights.carrier=collective", recipe="tiny_ep2.toml")
     assert 0.2 <= looks[0] <= 0.45
     assert looks[-1] >= looks[0] + 0.15
-    refreshes = [r for r in read_journal(tmp_path / "run/metrics.jsonl") if r["kind"] == "refresh" and r["served"]]
+    records = read_journal(tmp_path / "run/metrics.jsonl")
+    refreshes = [r for r in records if r["kind"] == "refresh" and r["served"]]
     assert refreshes[-1]["version"]["n"] == 20
+    carried = next(r["carried"] for r in reversed(records) if r["kind"] == "pools" and r["carried"])
+    assert carried.keys() == {"trainer-0", "trainer-1"}
+    assert all(told["failed"] == 0 and told["sent"] + told["skipped"] >= 19 for told in carried.values())

@@ -244,6 +244,22 @@ def test_a_third_version_waits_while_two_travel_and_not_for_ever(bench: Open) ->
     leaving.join()
 
 
+def test_a_version_cannot_be_held_while_another_is_written_over_it(bench: Open) -> None:
+    there = bench()
+    (outbox,), whole = there.outboxes, weights(2)
+    there.publish(V1, 1)
+
+    class Watched(dict[str, torch.Tensor]):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            for version in (V1, V2):
+                with pytest.raises(VersionGone):
+                    outbox.hold(version, "rollout-0")
+            return super().__getitem__(name)
+
+    outbox.pack(V2, Watched(whole))
+    there.hold(V2)
+
+
 def test_a_version_is_sent_only_while_it_is_held(bench: Open) -> None:
     there = bench()
     there.publish(V1, 1)
