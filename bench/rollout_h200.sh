@@ -6,7 +6,7 @@
 set -uo pipefail
 out=$1 shape=$2 how=${3:-turns}; shift $(($# < 3 ? $# : 3))
 cases=${CASES:-256,1024,lognormal}
-export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1; mkdir -p "$out"
 theirs() {
   [ -n "${VLLM_ENV:-}" ] || return 0
   ( . "$VLLM_ENV"; export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -15,7 +15,8 @@ theirs() {
 }
 ours() {
   PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" timeout 400 python3 -m bench.rollout_gpu "$shape" --cases "$cases" --split "$@" > "$out/ours_$shape.log" 2>&1
-  echo "ours rc $?"
+  local rc=$?; echo "ours rc $rc"
+  [ $rc = 0 ] && cp "bench/results/rollout_gpu_$shape.json" "$out/" || tail -n 5 "$out/ours_$shape.log"
 }
 if [ "$how" = both ]; then
   CUDA_VISIBLE_DEVICES=1 theirs & peer=$!
@@ -24,7 +25,6 @@ else
   theirs
   ours "$@"
 fi
-cp bench/results/rollout_gpu_"$shape".json "$out/" 2>/dev/null
 grep -hE "Error|warm-up" "$out"/*_"$shape".log | tail -n 6
 grep -B 16 -E "^SPLIT" "$out/ours_$shape.log"
-PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" python3 -m bench.rollout_table "$shape" "$out"
+[ -f "$out/rollout_gpu_$shape.json" ] && PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" python3 -m bench.rollout_table "$shape" "$out"
