@@ -69,6 +69,11 @@ class Intake:
         with self._lock:
             self._waiting = (manifest.version, parts)
 
+    def close(self) -> None:
+        """Leave the trainer's ranks. Safe to call twice."""
+        if self.wire is not None:
+            self.wire.abort("the engine is closed")
+
     def take(self, version: Version) -> dict[str, Tensor]:
         """The part of a version that arrived, given once; empty, which no engine takes, when it did not."""
         with self._lock:
@@ -96,6 +101,10 @@ class PartFetcher:
         self._trainers: list[Ref[Sender]] = [connect(address) for address in route.trainers]
         self._mates: list[Ref[Mate]] = []
         self._moved = sum(bucket.nbytes * len(bucket.targets) for bucket in intake.inbox.plan.buckets)
+
+    def close(self) -> None:
+        """Leave the trainer's ranks."""
+        self._intake.close()
 
     def meet(self, mates: Sequence[Address]) -> None:
         """Where the other ranks of the engine answer."""

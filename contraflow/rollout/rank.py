@@ -158,6 +158,8 @@ class EngineRank:
 
     async def close(self) -> None:
         """Wait for the leader to say stop. Raises DeadlineExceeded when it does not."""
+        if self._intake is not None:
+            self._intake.close()
         wait_s = self._rank.star.deadline_s
         await asyncio.to_thread(self._thread.join, wait_s)
         if self._thread.is_alive():

@@ -147,6 +147,8 @@ class RolloutWorker:
         """Stop the engine, then let go of the weights it served."""
         await self._stage.engine.close()
         self._refresher.close()
+        if self._parts is not None:
+            self._parts.close()
         self._stage.guard.close()
 
     @property

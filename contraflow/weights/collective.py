@@ -9,7 +9,7 @@ travels; an inbox one part, and two buckets while it receives. Digests take four
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -223,7 +223,7 @@ class Inbox:
         data_B = spare_B[: bucket.nbytes]
         place = bucket.targets.index(self._rank)
         for piece, view in _views(bucket, data_B, self._dtypes):
-            parts[piece.name][_at(piece.here[place])] = view.to(self._device, non_blocking=True)
+            parts[piece.name][_at(piece.here[place])].copy_(view)
         return bucket_sum(data_B)
 
     def _altered(self, manifest: Manifest, index: int, found: str) -> str:
@@ -276,10 +276,14 @@ def _at(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, end) for start, end in box)
 
 
-def _aside(device: torch.device) -> AbstractContextManager[object]:
-    """On a GPU a stream of its own, which begins after what this thread has queued so far."""
+@contextmanager
+def _aside(device: torch.device) -> Iterator[None]:
+    """On a GPU a stream of its own: begun after what this thread has queued so far, and through at the end."""
     if device.type != "cuda":
-        return nullcontext()
+        yield
+        return
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    return torch.cuda.stream(stream)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()

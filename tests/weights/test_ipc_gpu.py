@@ -25,10 +25,11 @@ pytestmark = [
 GPU = torch.device("cuda:0")
 
 
-def serve(orders: Connection) -> None:
+def serve(orders: Connection, reader: str) -> None:
     """An engine's rank."""
-    torch.cuda.set_device(GPU)
-    inbox, opened = Inbox(planned(), 0, WHOLE, WIRE, kind="ipc", device=GPU), Opened()
+    here = torch.device(reader)
+    torch.cuda.set_device(here)
+    inbox, opened = Inbox(planned(), 0, WHOLE, WIRE, kind="ipc", device=here), Opened()
     while (order := orders.recv()) is not None:
         manifest, handles, seed = order
         try:
@@ -36,7 +37,7 @@ def serve(orders: Connection) -> None:
         except ContraflowError as fault:
             orders.send(str(fault))
             continue
-        wanted = weights(seed, GPU)
+        wanted = weights(seed, here)
         orders.send(all(torch.equal(got[name], wanted[name].to(WIRE[name])) for name in WHOLE))
 
 
@@ -49,9 +50,9 @@ class Side:
         self.outbox = Outbox(self.plan, 0, WIRE, device=GPU, deadline_s=5.0)
         self.engines: list[BaseProcess] = []
 
-    def start(self) -> Connection:
+    def start(self, reader: str = "cuda:0") -> Connection:
         here, there = mp.get_context("spawn").Pipe()
-        self.engines.append(mp.get_context("spawn").Process(target=serve, args=(there,)))
+        self.engines.append(mp.get_context("spawn").Process(target=serve, args=(there, reader)))
         self.engines[-1].start()
         return here
 
@@ -80,8 +81,11 @@ def side() -> Iterator[Side]:
         engine.join()
 
 
-def test_versions_are_copied_damage_is_named_and_memory_does_not_grow(side: Side) -> None:
-    engine = side.start()
+@pytest.mark.parametrize("reader", ["cuda:0", "cuda:1"])
+def test_versions_are_copied_damage_is_named_and_memory_does_not_grow(side: Side, reader: str) -> None:
+    if int(reader[-1]) >= torch.cuda.device_count():
+        pytest.skip("needs two CUDA devices")
+    engine = side.start(reader)
     assert side.carry(1, engine) is True
     held = torch.cuda.memory_allocated()
     assert [side.carry(n, engine) for n in range(2, 20)] == [True] * 18
