@@ -59,7 +59,10 @@ def model(tmp_path_factory):
     return folder
 
 
-def play(run, model, *, kind, groups=4):
+NATIVE = config.Engine(context_tokens=96, kv_tokens=4096, routes=True)
+
+
+def play(run, model, *, kind, groups=4, engine=NATIVE):
     """Play some groups on version 0.0; gives them, a look at held-out tasks, and the worker's report."""
     (run / "mine.py").write_text(ENV)
     decoder, weights = load_folder(model), config.Weights()
@@ -75,7 +78,7 @@ def play(run, model, *, kind, groups=4):
                 "rollout-0",
                 make_rollout_worker,
                 rollout=config.Rollout(episodes=4, max_new_tokens=60, max_turns=3),
-                engine=config.Engine(context_tokens=96, kv_tokens=4096, routes=True),
+                engine=engine,
                 env=config.Env(name=f"{run}/mine.py:ThreeTurns"),
                 reward=config.Reward(),
                 weights=weights,
