@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--weed", type=Path, help="SeaweedFS's binary")
     parser.add_argument("--mbit", type=int, default=1000)
     parser.add_argument("--starts", type=int, default=5)
-    parser.add_argument("--mib", type=int, default=256, help="bytes of the version")
+    parser.add_argument("--mib", type=int, default=256, help="size of the version")
     parser.add_argument(
         "--changed", type=float, default=0.01, help="share of elements a version changes, by one bit up"
     )
@@ -187,9 +187,11 @@ def show(rows: list[Row]) -> None:
             f"{row['way']:6} {row['moved']['median'] / 1e6:9.3f}   {fetched['median']:7.3f} [{fetched['least']:.3f}, "
             f"{fetched['largest']:.3f}]  {row['publish_s']['median']:12.3f}  {row['both_s']['median']:7.3f}"
         )
-    whole, delta = (row["fetch_s"]["median"] for row in rows)
-    everything = rows[0]["both_s"]["median"] / rows[1]["both_s"]["median"]
-    print(f"delta against whole: fetch {whole / delta:.1f} times as fast, publish and fetch {everything:.1f} times")
+    for name in ("median", "least"):
+        fetch_x, both_x = (rows[0][what][name] / rows[1][what][name] for what in ("fetch_s", "both_s"))
+        print(
+            f"delta against whole, by {name}: fetch {fetch_x:.1f} times as fast, publish and fetch {both_x:.1f} times"
+        )
 
 
 if __name__ == "__main__":
