@@ -16,9 +16,11 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from contraflow.config import Engine as EngineSection
+from contraflow.envs.draws import derive_seed
 from contraflow.errors import ConfigError, ServerError
 from contraflow.model.families import ModelConfig
 from contraflow.rollout.dialect import Chunk, Piece
@@ -79,16 +81,33 @@ class Sglang:
         return f"SGLang {version}"
 
     async def generate(self, piece: Piece) -> AsyncGenerator[Chunk, None]:
-        """See `Dialect`."""
-        rid, seen, ended = _rid(piece.id), list[int](), False
+        """See `Dialect`. A server stops at end tokens of its model too: at one that is not asked for it goes on."""
+        part, stamps = piece, list[str | None]()
+        while True:
+            seen, on = list[int](), False
+            async with aclosing(self._part(part, seen)) as chunks:
+                async for chunk, more in chunks:
+                    # The weights of all parts: a server may have been started anew between two.
+                    stamp = " and ".join(dict.fromkeys(map(str, [*stamps, chunk.stamp])))
+                    yield msgspec.structs.replace(chunk, stamp=stamp)
+                    on = more
+            if not on:
+                return
+            stamps.append(chunk.stamp)
+            part = _rest(part, seen)
+
+    async def _part(self, piece: Piece, seen: list[int]) -> AsyncGenerator[tuple[Chunk, bool], None]:
+        """What one request gives, its tokens added to `seen`; with the last, whether the piece goes on from there."""
+        rid, ended = _rid(piece.id), False
         try:
             async with aclosing(self._client.stream("/generate", _asked(piece, rid))) as events:
                 async for event in events:
-                    chunk = self._chunk(piece, event, seen)
+                    chunk, ended = self._chunk(piece, event, seen)
                     seen += chunk.tokens
-                    ended = chunk.stop is not None
                     if chunk.tokens or ended:
-                        yield chunk
+                        yield chunk, ended and chunk.stop is None
+            if not ended:
+                raise ServerError(self.url, "failed", f"it ended piece {piece.id!r} without a reason")
         except ServerError:
             ended = True  # whoever fails is mended, and what it was at ends with it
             raise
@@ -141,8 +160,8 @@ class Sglang:
         """Undo `join_group`."""
         self._done(await self._client.post("/destroy_weights_update_group", {"group_name": name}))
 
-    def _chunk(self, piece: Piece, event: Any, seen: list[int]) -> Chunk:
-        """What an event adds to the tokens that were `seen`.
+    def _chunk(self, piece: Piece, event: Any, seen: list[int]) -> tuple[Chunk, bool]:
+        """What an event adds to the tokens that were `seen`, and whether it is the last of them.
 
         Events hold all tokens so far, or only new ones if the server was started with --incremental-streaming-output.
         """
@@ -154,9 +173,10 @@ class Sglang:
             whole = len(pairs) == count and [pair[1] for pair in pairs[: len(seen)]] == seen
             new = pairs[len(seen) :] if whole else pairs
             tokens, logprobs = [int(pair[1]) for pair in new], [float(pair[0]) for pair in new]
-            stop = _stop(meta.get("finish_reason"), piece, tokens)
-            ended = stop is not None and stop is not StopReason.ABORTED
-            routes = self._routes(meta["routed_experts"], piece, count) if piece.routes and ended else None
+            reason = meta.get("finish_reason")
+            stop = None if reason is None else _stop(reason, piece, [*seen, *tokens])
+            told = piece.routes and stop in (StopReason.STOP, StopReason.LENGTH)
+            routes = self._routes(meta["routed_experts"], piece, count) if told else None
             stamp = _stamp(meta)
         except (KeyError, IndexError, TypeError, ValueError) as fault:
             said = f"{type(fault).__name__}: {fault}"
@@ -164,7 +184,7 @@ class Sglang:
         if len(seen) + len(tokens) != count:
             said = f"{len(pairs)} log-probabilities after {len(seen)} tokens, {count} in all"
             raise ServerError(self.url, "malformed", f"piece {piece.id!r} got {said}")
-        return Chunk(tokens=tokens, logprobs=logprobs, stop=stop, routes=routes, stamp=stamp)
+        return Chunk(tokens=tokens, logprobs=logprobs, stop=stop, routes=routes, stamp=stamp), reason is not None
 
     def _routes(self, text: str, piece: Piece, count: int) -> Routes:
         """Experts from base64 of int32 [Lp + N - 1, all layers or those with experts, K]."""
@@ -229,16 +249,27 @@ def _rid(name: str) -> str:
 
 
 def _stop(reason: Any, piece: Piece, tokens: list[int]) -> StopReason | None:
-    """Why it ended. By an end token of the model that the piece does not name: unasked, so it goes on from there."""
-    if reason is None:
-        return None
+    """Why a piece ended with all its `tokens`. None: by an end token of the model, so it goes on from there."""
     if reason["type"] == "length":
         return StopReason.LENGTH
-    if reason["type"] == "stop":
-        return StopReason.STOP if tokens and tokens[-1] in piece.stop_tokens else StopReason.ABORTED
     if reason["type"] == "abort":
         return StopReason.ABORTED
-    raise ValueError(f"finish_reason {reason!r}")
+    if reason["type"] != "stop" or not tokens:
+        raise ValueError(f"finish_reason {reason!r} with tokens {tokens}")
+    if tokens[-1] in piece.stop_tokens:
+        return StopReason.STOP
+    return StopReason.LENGTH if len(tokens) == piece.max_new_tokens else None
+
+
+def _rest(piece: Piece, tokens: list[int]) -> Piece:
+    """What is left of a piece that got `tokens`. Its seed is another, since noise is drawn from a request's start."""
+    return msgspec.structs.replace(
+        piece,
+        id=f"{piece.id}+",
+        prompt=np.concatenate([piece.prompt, np.array(tokens, np.int32)]),
+        seed=derive_seed(piece.seed, "part", len(tokens)),
+        max_new_tokens=piece.max_new_tokens - len(tokens),
+    )
 
 
 def _stamp(meta: Mapping[str, Any]) -> str:

@@ -112,8 +112,35 @@ def test_a_piece_without_stop_tokens_ignores_the_models_own_and_ends_by_length()
     assert (chunks[-1].stop, chunks[-1].tokens) == (StopReason.LENGTH, [4, 9, 7])
 
 
-def test_an_end_token_that_nobody_asked_for_is_no_stop() -> None:
-    assert generated("generate_ended_by_eos_unasked")[-1].stop is StopReason.ABORTED
+def test_at_an_end_token_that_nobody_asked_for_a_piece_goes_on_in_another_request() -> None:
+    chunks = generated("generate_ended_by_eos_unasked")
+    assert [chunk.tokens for chunk in chunks] == [[4, 9], [7]]
+    assert [chunk.stop for chunk in chunks] == [None, StopReason.STOP]
+    assert chunks[-1].stamp == "1.4"
+
+
+def test_a_piece_of_two_requests_is_stamped_with_the_weights_of_both() -> None:
+    def change(tree: Any) -> None:
+        last_event(tree[1:])["meta_info"]["weight_version"] = "1.5"
+
+    assert generated("generate_ended_by_eos_unasked", change)[-1].stamp == "1.4 and 1.5"
+
+
+def test_an_end_token_that_nobody_asked_for_at_the_last_place_ends_a_piece_by_its_length() -> None:
+    def change(tree: Any) -> None:
+        tree[0]["request"]["body"]["sampling_params"]["max_new_tokens"] = 2
+        del tree[1:]
+
+    assert generated("generate_ended_by_eos_unasked", change, max_new_tokens=2)[-1].stop is StopReason.LENGTH
+
+
+def test_a_stream_that_ends_without_a_reason_is_a_failure_of_the_server() -> None:
+    def change(tree: Any) -> None:
+        last_event(tree)["meta_info"]["finish_reason"] = None
+
+    with pytest.raises(ServerError, match="without a reason") as fault:
+        generated("generate_by_length", change, stop_tokens=(), max_new_tokens=3)
+    assert fault.value.kind == "failed"
 
 
 def test_what_the_server_ends_itself_is_told() -> None:
