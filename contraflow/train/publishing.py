@@ -190,10 +190,9 @@ class Shards:
                 f"the trainer knows no engine {link!r}; its links are {', '.join(self._links) or 'none'}"
             )
         try:
-            wire = self._links[link].result(self._weights.refresh_deadline_s)
-            self._outbox.send(version, wire)
+            self._outbox.send(version, self._joined(link))
             self.carried.sent += 1
-        except (WorkerDied, DeadlineExceeded, TimeoutError) as fault:
+        except (WorkerDied, DeadlineExceeded) as fault:
             self.carried.failed += 1
             self.carried.fault = str(fault)
             self._end(link, str(fault))
@@ -206,6 +205,13 @@ class Shards:
         for link in self._links:
             self._end(link, "the trainer ends")
         self.threads.shutdown(wait=False, cancel_futures=True)
+
+    def _joined(self, link: str) -> Wire:
+        wait_s = self._weights.refresh_deadline_s
+        try:
+            return self._links[link].result(wait_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"rank {self._rank} of the trainer", f"{link} to join its link", wait_s) from None
 
     def _end(self, link: str, why: str) -> None:
         joined = self._links.get(link)

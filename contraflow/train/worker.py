@@ -97,7 +97,7 @@ class Trainer:
     async def link(self, name: str, number: int) -> Link:
         """Begin to meet the engine of worker `name`, which is being started for the `number`-th time."""
         link = Link(name, number, f"{self._meeting}.links")
-        self._shards.join(link)
+        await asyncio.get_running_loop().run_in_executor(self._shards.threads, self._shards.join, link)
         return link
 
     async def hold(self, link: str, version: Version) -> None:
