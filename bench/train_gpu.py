@@ -84,6 +84,7 @@ TINY = Variant(
     micro=2,
     lengths=(16, 64),
 )
+NVLINK = config.Parallel(dp=2, ep=2, dispatch="nvlink")
 FAST: dict[str, Any] = {"split_head": True, "fuse": True, "hold_copies": True}
 VARIANTS = {
     "whole": Variant(recompute=True),  # all of OLMoE's layers, which leaves no room for activations
@@ -96,6 +97,8 @@ VARIANTS = {
     "ep2": Variant(recompute=True, parallel=config.Parallel(dp=2, ep=2)),
     "ep2+all": Variant(recompute=True, split_head=True, fuse=True, parallel=config.Parallel(dp=2, ep=2)),
     "ep2-kept+all": Variant(split_head=True, fuse=True, tokens=8192, micro=8, parallel=config.Parallel(dp=2, ep=2)),
+    "ep2-nvlink+all": Variant(recompute=True, split_head=True, fuse=True, parallel=NVLINK),
+    "ep2-nvlink-kept+all": Variant(split_head=True, fuse=True, tokens=8192, micro=8, parallel=NVLINK),
     "dp2": Variant(recompute=True, split_head=True, fuse=True, parallel=config.Parallel(dp=2)),
     "tiny": TINY,
     "tiny-ep2": dataclasses.replace(TINY, parallel=config.Parallel(dp=2, ep=2)),

@@ -35,6 +35,7 @@ from contraflow.weights.memory import shared_folder, sweep
 
 START_S = 120.0  # loading a model on a cold machine
 BF16_TOLERANCE = 0.05  # measured: bf16 moves log-probabilities by 0.006 in the mean; single tokens of a model by more
+BUFFERED = ("nvlink", "deepep")  # forms of dispatch whose memory is made once, for tokens of one dtype
 LOSSY_TOLERANCE = 0.05  # of the probe: below it, rounding that differs between trainer and engine fails the proof
 PRELOAD = ("torch", "contraflow.rollout.worker", "contraflow.train.worker")  # imported once, then forked
 
@@ -162,13 +163,16 @@ def check_layouts(recipe: Recipe) -> None:
             check_fit(model, parallel)
         except ConfigError as fault:
             raise ConfigError(f"{section}.parallel: {fault}") from None
-    if (kind := recipe.train.parallel.dispatch) in ("nvlink", "deepep"):
+    train, engine = recipe.train, recipe.engine
+    for name, pool in (("train", train), ("engine", engine)):
+        if (kind := pool.parallel.dispatch) in BUFFERED and pool.device == "cpu":
+            raise ConfigError(f"{name}.parallel.dispatch = {kind!r} needs {name}.device = 'cuda': kernels for GPUs")
+    if (kind := train.parallel.dispatch) in BUFFERED and train.compute != engine.compute:
         raise ConfigError(
-            f"train.parallel.dispatch = {kind!r}: the trainer does not size its buffers yet; use 'all_to_all' or "
-            "'hierarchical' there"
+            f"train.parallel.dispatch = {kind!r}: its buffers are of one precision, but the trainer computes in "
+            f"{train.compute} and its proofs in the engine's {engine.compute}; make train.compute and engine.compute "
+            "the same"
         )
-    if (kind := recipe.engine.parallel.dispatch) in ("nvlink", "deepep") and recipe.engine.device == "cpu":
-        raise ConfigError(f"engine.parallel.dispatch = {kind!r} needs engine.device = 'cuda': it is kernels for GPUs")
 
 
 def check_wire(recipe: Recipe) -> None:
@@ -266,6 +270,7 @@ async def _start(recipe: Recipe, folder: Path, runtime: Runtime, *, resume: bool
             temperature=recipe.rollout.temperature,
             keep_episodes=recipe.run.keep_episodes,
             resume=None if cut is None else str(cut),
+            longest=recipe.engine.context_tokens,
             threaded=recipe.runtime.kind != "inline",
             proof=recipe.engine.compute,
         ),

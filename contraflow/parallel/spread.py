@@ -116,14 +116,15 @@ def load_spread(
     *,
     device: torch.device | str = "cpu",
     compute: torch.dtype = torch.float32,
+    max_tokens: int | None = None,
 ) -> Spread:
     """A model folder as fp32 weights to train, this rank's part of it, on the mesh's device (without one, `device`).
 
-    `compute` is the decoder's `compute_dtype`. Raises: ModelError, ConfigError (a bad fit).
+    `compute` is the decoder's `compute_dtype`, `max_tokens` as for `cut_decoder`. Raises: ModelError, ConfigError.
     """
     if mesh is None:
         return Spread(load_folder(folder, device=device, compute_dtype=compute))
-    decoder = cut_decoder(read_config(folder), mesh, compute=compute)
+    decoder = cut_decoder(read_config(folder), mesh, compute=compute, max_tokens=max_tokens)
     shard_rows(decoder, mesh)
     settle(decoder, mesh.device)
     spread, table = Spread(decoder, mesh), parts(decoder.config)

@@ -79,8 +79,9 @@ def load(
     expected_model: str | None = None,
     device: torch.device | str = "cpu",
     compute: torch.dtype = torch.float32,
+    max_tokens: int | None = None,
 ) -> Loaded:
-    """Read a cut back, on a mesh this rank's part of it. `device` and `compute` as for `load_spread`.
+    """Read a cut back, on a mesh this rank's part of it. `device`, `compute`, `max_tokens` as for `load_spread`.
 
     Collective. Raises CheckpointError when it is torn, altered or of another model than `expected_model`.
     """
@@ -99,7 +100,7 @@ def load(
             "resume with the recipe the run was started with"
         )
     try:
-        spread = load_spread(cut_folder / "model", mesh, device=device, compute=compute)
+        spread = load_spread(cut_folder / "model", mesh, device=device, compute=compute, max_tokens=max_tokens)
         return Loaded(cut, spread, _moments(cut_folder, spread))
     except (OSError, ModelError) as error:
         raise CheckpointError(f"checkpoint {cut_folder} cannot be read: {error}") from error

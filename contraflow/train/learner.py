@@ -50,6 +50,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     keep_episodes: int  # groups a step written to RUN/episodes.jsonl
     resume: str | None = None  # a cut to go on from
     proof: config.Compute = "float32"  # the engines' precision, and so that of the log-probabilities they must give
+    longest: int = 0  # tokens that a sample may have: a batch holds at least one, whatever its budget
     threaded: bool = False  # heavy work in a thread, so that calls are answered meanwhile; off where runs must repeat
 
 
@@ -77,7 +78,7 @@ class Learner:
         self._train, self._loss, self._weights, self._place = train, loss, weights, place
         self._run = Path(place.run_folder)
         self._tokenizer = Tokenizer.load(Path(place.model_folder))
-        self._spread, self.optimizer = _open(place, train, mesh)
+        self._spread, self.optimizer = _open(place, train, weights, mesh)
         decoder = self._spread.decoder
         decoder.recompute = train.parallel.recompute == "layer"
         if train.compile == "blocks":
@@ -85,7 +86,8 @@ class Learner:
         self._crew = open_crew(decoder, mesh, account, temperature=place.temperature)
         reference = None
         if loss.kl_weight > 0:
-            reference = load_spread(Path(place.model_folder), mesh, **_where(train)).decoder.requires_grad_(False)
+            frozen = load_spread(Path(place.model_folder), mesh, **_where(place, train, weights))
+            reference = frozen.decoder.requires_grad_(False)
         self._step = TrainStep(
             decoder,
             self.optimizer,
@@ -217,13 +219,13 @@ def recipe_digest(train: config.Train, loss: config.Loss, temperature: float) ->
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _open(place: Place, train: config.Train, mesh: Mesh | None) -> tuple[Spread, Optimizer]:
-    folder = Path(place.model_folder)
+def _open(place: Place, train: config.Train, weights: config.Weights, mesh: Mesh | None) -> tuple[Spread, Optimizer]:
+    folder, where = Path(place.model_folder), _where(place, train, weights)
     if place.resume is None:
-        spread = load_spread(folder, mesh, **_where(train))
+        spread = load_spread(folder, mesh, **where)
         return spread, Optimizer(spread.decoder, train, spread)
     model = read_config(folder).digest()
-    loaded = checkpoint.load(Path(place.resume), mesh, expected_model=model, **_where(train))
+    loaded = checkpoint.load(Path(place.resume), mesh, expected_model=model, **where)
     optimizer = Optimizer(loaded.spread.decoder, train, loaded.spread)
     optimizer.load(loaded.moments, loaded.cut.updates)
     return loaded.spread, optimizer
@@ -238,9 +240,10 @@ def _lent(offload: str, spread: Spread, optimizer: Optimizer) -> list[torch.Tens
     return moments + [local(weight) for weight in spread.decoder.parameters()]
 
 
-def _where(train: config.Train) -> dict[str, Any]:
-    """`device` and `compute` for `load_spread`; a mesh has its own device."""
-    return {"device": device_of(train.device), "compute": DTYPES[train.compute]}
+def _where(place: Place, train: config.Train, weights: config.Weights) -> dict[str, Any]:
+    """Arguments for `load_spread`; a mesh has its own device. The probe is one batch too."""
+    most = max(train.tokens_per_batch, place.longest, weights.probe_prompts * weights.probe_tokens)
+    return {"device": device_of(train.device), "compute": DTYPES[train.compute], "max_tokens": most}
 
 
 def _report(

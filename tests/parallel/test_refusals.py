@@ -20,8 +20,8 @@ def recipe(train: dict[str, Any], engine: dict[str, Any], **more: Any) -> Any:
     [
         ({"pp": 4}, {}, r"train.parallel: pp = 4 .* makes 4 stages of the model's 3 layers"),
         ({"pp": 2, "schedule": "interleaved"}, {}, r"schedule 'interleaved' makes 4 stages of the model's 3 layers"),
-        (EP2 | {"dispatch": "deepep"}, {}, r"train.parallel.dispatch = 'deepep'"),
-        (EP2 | {"dispatch": "nvlink"}, {}, r"train.parallel.dispatch = 'nvlink'"),
+        (EP2 | {"dispatch": "deepep"}, {}, r"train.parallel.dispatch = 'deepep' needs train.device = 'cuda'"),
+        (EP2 | {"dispatch": "nvlink"}, {}, r"train.parallel.dispatch = 'nvlink' needs train.device = 'cuda'"),
         ({}, EP2 | {"dispatch": "nvlink"}, r"engine.parallel.dispatch = 'nvlink' needs engine.device = 'cuda'"),
         ({}, EP2 | {"dispatch": "deepep"}, r"engine.parallel.dispatch = 'deepep' needs engine.device = 'cuda'"),
     ],
@@ -29,6 +29,14 @@ def recipe(train: dict[str, Any], engine: dict[str, Any], **more: Any) -> Any:
 def test_layouts_that_cannot_run_are_refused(train: dict[str, Any], engine: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_layouts(recipe(train, engine))
+
+
+def test_buffers_of_one_precision_are_refused_two() -> None:
+    parallel = EP2 | {"dispatch": "nvlink"}
+    train = {"device": "cuda", "compute": "bfloat16", "parallel": parallel}
+    with pytest.raises(ConfigError, match=r"trainer computes in bfloat16 and its proofs in the engine's float32"):
+        check_layouts(check_recipe({"train": train}))
+    check_layouts(check_recipe({"train": train, "engine": {"compute": "bfloat16"}}))
 
 
 def test_domains_that_do_not_divide_the_ranks_are_refused() -> None:
