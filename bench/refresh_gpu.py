@@ -62,9 +62,13 @@ def main() -> None:
         (orders, heard), (calls, asked) = spawn.Pipe(), spawn.Pipe()
         engine = spawn.Process(target=serve, args=(options, Path(folder), heard, asked), daemon=True)
         engine.start()
-        rows = Trainer(options, Path(folder), orders, calls).measure()
+        heard.close()
+        asked.close()
+        trainer = Trainer(options, Path(folder), orders, calls)
+        rows = trainer.measure()
         orders.send(None)
         engine.join(30)
+        trainer.close()
     if options.device == "cuda":
         print("wrote", write("refresh_gpu", rows, options=vars(options), gpu=torch.cuda.get_device_name()))
     print("\n".join(lines(rows)))
@@ -131,18 +135,21 @@ class Trainer:
         self.plan = plan([mine], [theirs], self.wired, bucket_bytes=options.bucket_mib << 20)
         self.outbox = Outbox(self.plan, 0, self.wired, device=self.device, deadline_s=DEADLINE_S)
         self.wire = join(options, folder, 0, "link")
+        self.wires = [self.wire]
         self.steps: list[tuple[float, float]] = []  # when each ended, how long it took
         self.prompts = probe_prompts(self.config.vocab, prompts=4, tokens=16, seed=0)
         self.packed_s = 0.0
         noise = torch.Generator().manual_seed(1)
         self.tokens = torch.randint(0, self.config.vocab, (TRAINED_TOKENS + 1,), generator=noise).to(self.device)
-        threading.Thread(target=self._answer, args=(calls,), daemon=True).start()
+        self.answering = threading.Thread(target=self._answer, args=(calls,), daemon=True)
+        self.answering.start()
 
     def measure(self) -> list[dict[str, Any]]:
         """Everything in turn: the link, the pace of both sides undisturbed, then versions by each carrier."""
         link = self._link()
         self.orders.send("load")
         self.wire = join(self.options, self.folder, 0, NAME)
+        self.wires.append(self.wire)
         assert self.orders.recv() == "loaded"
         for _ in range(3):
             self._step()
@@ -158,6 +165,12 @@ class Trainer:
         if not self.options.no_host:
             rows.append(self._versions("memory", 1, self._by_host()))
         return rows
+
+    def close(self) -> None:
+        """The engine has ended, and so has what answers it."""
+        self.answering.join(30)
+        for wire in self.wires:
+            wire.abort("the end")
 
     def _link(self) -> float:
         size = 1 << 30 if self.device.type == "cuda" else 1 << 22
@@ -339,7 +352,11 @@ class Generating:
         trained, mine = devices(options)
         compute = "bfloat16" if options.device == "cuda" else "float32"
         section = Engine(
-            device=mine, compute=compute, kv_tokens=options.sequences * 1024, max_sequences=options.sequences
+            device=mine,
+            compute=compute,
+            context_tokens=1024,
+            kv_tokens=options.sequences * 1024,
+            max_sequences=options.sequences,
         )
         decoder = random_decoder(options, half(options), device_of(mine), 7).requires_grad_(False)
         engine = NativeEngine(decoder, section, clock=time.perf_counter, version=Version(0, 0))
