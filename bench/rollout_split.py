@@ -1,7 +1,8 @@
 """Where a decode step's time goes: how busy the device is, which kernels it runs, and how that is to the bytes floor.
 
-Takes an engine in the middle of a batch. The floor is what must be read once a step, weights and the keys and values of
-all sequences, over the memory's bandwidth; experts that no token chose are counted too.
+Takes an engine in the middle of a batch. The floor is what must be read once a step, weights and the keys and values
+that the cache holds, over the memory's bandwidth: those of a shared prompt once, since its readers can meet in L2.
+Experts that no token chose are counted too.
 """
 
 import asyncio
@@ -33,8 +34,10 @@ async def split(engine: NativeEngine, decoder: Decoder, asked: list[Request]) ->
     await engine.abort([request.id for request in asked])
     await asyncio.gather(*tasks)
     steps = max(last.steps - first.steps, 1)
-    context = sum(len(request.prompt) for request in asked) + last.tokens - before.tokens
-    told(trace, steps=steps, seconds=seconds, floor_ms=floor_ms(decoder, context), context=context / len(asked))
+    sampled = last.tokens - before.tokens
+    stored = sum({request.group: len(request.prompt) for request in asked}.values()) + sampled
+    context = (sum(len(request.prompt) for request in asked) + sampled) / len(asked)
+    told(trace, steps=steps, seconds=seconds, floor_ms=floor_ms(decoder, stored), context=context)
 
 
 def floor_ms(decoder: Decoder, context_tokens: int) -> float:

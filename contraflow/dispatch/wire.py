@@ -65,7 +65,8 @@ def quantise(x_ND: Tensor) -> tuple[Tensor, Tensor]:
     blocks = -(-x_ND.shape[1] // BLOCK)
     x_NQb = F.pad(x_ND.float(), (0, blocks * BLOCK - x_ND.shape[1])).view(-1, blocks, BLOCK)
     most_NQ = x_NQb.abs().amax(-1)
-    scales_NQ = most_NQ / E4M3_MAX
+    # By a tensor: by a number, a GPU multiplies with the reciprocal, and other ranks' bits would differ from a CPU's.
+    scales_NQ = most_NQ / torch.full_like(most_NQ, E4M3_MAX)
     scales_NQ = torch.where(scales_NQ == 0, 1.0, scales_NQ)  # also where the quotient of a denormal became 0
     return (x_NQb / scales_NQ[..., None]).to(E4M3), scales_NQ
 

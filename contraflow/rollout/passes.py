@@ -104,7 +104,7 @@ class Passes:
         self._newest_H = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)  # token of each home
         self._batches: dict[int, tuple[tuple[Tensor, ...], Tensor, tuple[Tensor, ...]]] = {}
         mixtures = [module for module in decoder.modules() if isinstance(module, MoE)]
-        if cuda and all(isinstance(mixture.dispatch, LocalDispatch) for mixture in mixtures):
+        if cuda and mixtures and all(isinstance(mixture.dispatch, LocalDispatch) for mixture in mixtures):
             # The exact form reads a count on the host; the fixed form has a row for each pair, so none is lost.
             decoder.use_dispatch(LocalDispatch(config.experts, capacity=1 << 40))
         self._spread = [mixture.dispatch for mixture in mixtures if not isinstance(mixture.dispatch, LocalDispatch)]
@@ -129,7 +129,9 @@ class Passes:
     def refresh(self) -> None:
         """The weights changed, in place: so does, in place, what is made from them."""
         if self._halves_V2D is not None:
-            self._halves_V2D.untyped_storage().resize_(self._halves_V2D.numel() * self._halves_V2D.itemsize)
+            storage = self._halves_V2D.untyped_storage()
+            if not storage.nbytes():  # given away by `rest`; asked for again it would move, and graphs hold its address
+                storage.resize_(self._halves_V2D.numel() * self._halves_V2D.itemsize)
             halves(self.decoder.head, self._halves_V2D)
 
     def rest(self) -> int:

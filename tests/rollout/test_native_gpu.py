@@ -130,8 +130,17 @@ def test_bf16_logprobs_are_close_to_those_of_a_packed_forward(family: str) -> No
     core = core_of(dtype=torch.bfloat16, family=family)
     requests = submit(core, 24)
     answers = run(core)
-    gaps = [np.abs(answers[i].logprobs - packed(core, r, answers[i])[0]) for i, r in enumerate(requests)]
-    assert np.median(np.concatenate(gaps)) < 0.02
+    exact = core_of(family=family)  # the same weights, in fp32
+    with torch.no_grad():
+        for weight, rounded in zip(exact.weights.values(), core.weights.values(), strict=True):
+            weight.copy_(rounded)
+    gaps: dict[str, list[np.ndarray]] = {"engine": [], "packed": []}
+    for index, request in enumerate(requests):
+        right, _ = packed(exact, request, answers[index])
+        gaps["engine"].append(np.abs(answers[index].logprobs - right))
+        gaps["packed"].append(np.abs(packed(core, request, answers[index])[0] - right))
+    engine, plain = (np.median(np.concatenate(gaps[kind])) for kind in ("engine", "packed"))
+    assert engine < 1.3 * plain  # it rounds as the packed forward does, in another order
 
 
 def test_a_swap_converts_proves_and_serves() -> None:
@@ -280,7 +289,7 @@ def test_a_token_that_gives_no_numbers_ends_only_its_own_sequence(dtype: torch.d
     with torch.no_grad():
         decoder.embed[5].fill_(float("nan"))
         decoder.head[5].fill_(-1.0)
-    ask = {"seed": 1, "max_new_tokens": 24}
+    ask = {"seed": 1, "max_new_tokens": 24, "stop_tokens": (5,)}
     for index in range(24):
         last = 5 if index % 3 == 0 else 6
         prompt = np.array([1, 2, 3, 4, index, last], np.int32)
@@ -291,9 +300,9 @@ def test_a_token_that_gives_no_numbers_ends_only_its_own_sequence(dtype: torch.d
     for index, outcome in core.take_outcomes():
         if index % 3 == 0:
             assert isinstance(outcome, EngineError)
-        elif 5 not in outcome.tokens:
+        else:
             assert np.isfinite(outcome.logprobs).all()
-            assert len(outcome.tokens) == 24
+            assert len(outcome.tokens) == 24 or outcome.tokens[-1] == 5
 
 
 def test_memory_does_not_grow_with_steps() -> None:
