@@ -5,6 +5,7 @@ worker extension of `vllm_extension.py` does the loading. Also the command line 
 versions: `TESTED`, with what was seen in docs/served.md.
 """
 
+import asyncio
 import base64
 import binascii
 import io
@@ -81,16 +82,7 @@ class Vllm:
 
     async def score(self, prompts: Sequence[Int32], salt: str) -> tuple[Float32, ...]:
         """See `Dialect`. vLLM looks nothing up in its cache for a prompt whose log-probabilities are asked for."""
-        rows = []
-        for row, prompt in enumerate(prompts):
-            body = {
-                "token_ids": prompt.tolist(),
-                "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False},
-                "cache_salt": f"{salt} {row}",
-            }
-            answer = await self._client.post("/inference/v1/generate", body)
-            rows.append(self._read("prompt_logprobs", lambda a=answer, p=prompt: _scores(a, p)))  # type: ignore[misc]
-        return tuple(rows)
+        return tuple(await asyncio.gather(*(self._score(prompt, salt) for prompt in prompts)))
 
     async def pause(self) -> None:
         """See `Dialect`."""
@@ -131,6 +123,15 @@ class Vllm:
         if not workers or not all(isinstance(worker, dict) and "stamp" in worker for worker in workers):
             raise ServerError(self.url, "malformed", f"{method} gave {workers}")
         return workers
+
+    async def _score(self, prompt: Int32, salt: str) -> Float32:
+        body = {
+            "token_ids": prompt.tolist(),
+            "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False},
+            "cache_salt": salt,
+        }
+        answer = await self._client.post("/inference/v1/generate", body)
+        return self._read("prompt_logprobs", lambda: _scores(answer, prompt))
 
     async def _ask_to_start_otherwise(self, method: str) -> None:
         try:

@@ -30,6 +30,7 @@ from contraflow.types import Probe, Request, Span, StopReason, Version
 from contraflow.weights.probe import make_probe, probe_prompts
 from tests.rollout.gangs import Gang, Spec
 from tests.rollout.served_lab import (
+    VLLM_CONTEXT,
     VLLM_MODEL,
     VLLM_PYTHON,
     model_folder,
@@ -68,6 +69,9 @@ class Lab:
     good: Callable[[int], Release]  # weights of a seed, with their own probe
     torn: Callable[[int], Release]  # weights that the probe is not of
     routes: bool = True
+    context: int = CONTEXT
+    long: int = 240  # tokens that outlast two refreshes
+    nap_s: float = 0  # between looks at a report: another program's server needs the cores
 
 
 def section_of(policy: Policy, lookahead: Any = "auto", **parallel: Any) -> EngineSection:
@@ -115,7 +119,7 @@ def vllm_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         def make(policy: Policy, version: Version | None) -> Engine:
             return over_url(url, vllm_section(policy, gpu=gpu), VLLM_MODEL, folder, version)
 
-        yield Lab(make, *releases(VLLM_MODEL), routes=gpu)
+        yield Lab(make, *releases(VLLM_MODEL), routes=gpu, context=VLLM_CONTEXT, long=1000, nap_s=0.002)
 
 
 def releases(config: ModelConfig = CONFIG) -> tuple[Callable[[int], Release], Callable[[int], Release]]:
@@ -206,11 +210,11 @@ def ask(name: str = "a", *, prompt: tuple[int, ...] = (1, 2, 3), new: int = 8, s
     return Request(id=name, prompt=np.array(prompt, np.int32), seed=seed, max_new_tokens=new, **rest)
 
 
-async def tokens_flow(engine: Engine, count: int) -> None:
+async def tokens_flow(lab: Lab, engine: Engine, count: int) -> None:
     """Wait until the engine has sampled `count` more tokens."""
     goal = engine.report().tokens + count
     while engine.report().tokens < goal:  # noqa: ASYNC110 - an engine says nothing between completions
-        await asyncio.sleep(0)
+        await asyncio.sleep(lab.nap_s)
 
 
 def test_a_completion_has_tokens_fp32_logprobs_and_a_span_of_the_version_served(lab: Lab) -> None:
@@ -271,10 +275,10 @@ def test_a_stop_token_on_the_last_allowed_place_counts_as_a_stop(lab: Lab) -> No
 def test_the_context_ends_a_completion_and_refuses_a_prompt_that_fills_it(lab: Lab) -> None:
     async def body() -> None:
         async with opened(lab) as engine:
-            answer = await engine.generate(ask(prompt=(1,) * (CONTEXT - 3), new=50))
+            answer = await engine.generate(ask(prompt=(1,) * (lab.context - 3), new=50))
             assert (len(answer.tokens), answer.stop) == (3, StopReason.LENGTH)
-            with pytest.raises(EngineError, match=f"prompt of {CONTEXT} tokens .* context of {CONTEXT}"):
-                await engine.generate(ask(prompt=(1,) * CONTEXT))
+            with pytest.raises(EngineError, match=f"prompt of {lab.context} tokens .* context of {lab.context}"):
+                await engine.generate(ask(prompt=(1,) * lab.context))
 
     run(body)
 
@@ -307,7 +311,7 @@ def test_an_id_in_flight_is_refused_and_free_again_afterwards(lab: Lab) -> None:
     async def body() -> None:
         async with opened(lab) as engine:
             first = asyncio.create_task(engine.generate(ask(new=200)))
-            await tokens_flow(engine, 1)
+            await tokens_flow(lab, engine, 1)
             with pytest.raises(EngineError, match="already in flight"):
                 await engine.generate(ask())
             assert len((await first).tokens) == 200
@@ -348,7 +352,7 @@ def test_abort_gives_what_there_is_and_unknown_ids_pass(lab: Lab) -> None:
         async with opened(lab) as engine:
             names = ("a", "b", "c")
             tasks = [asyncio.create_task(engine.generate(ask(n, new=240, want_routes=lab.routes))) for n in names]
-            await tokens_flow(engine, 30)
+            await tokens_flow(lab, engine, 30)
             await engine.abort(["a", "nobody", "c"])
             for task in (tasks[0], tasks[2]):
                 answer = await task
@@ -366,7 +370,7 @@ def test_cancelling_a_call_aborts_its_request(lab: Lab) -> None:
     async def body() -> None:
         async with opened(lab) as engine:
             task = asyncio.create_task(engine.generate(ask(new=240)))
-            await tokens_flow(engine, 1)
+            await tokens_flow(lab, engine, 1)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
@@ -382,7 +386,7 @@ def test_close_fails_what_is_in_flight_refuses_what_comes_after_and_may_be_repea
     async def body() -> None:
         engine = lab.make("keep", V1)
         tasks = [asyncio.create_task(engine.generate(ask(n, new=240))) for n in ("a", "b")]
-        await tokens_flow(engine, 1)
+        await tokens_flow(lab, engine, 1)
         await engine.close()
         for task in tasks:
             with pytest.raises(EngineError, match="closed"):
@@ -419,17 +423,18 @@ def test_nothing_is_generated_before_a_version_is_served(lab: Lab) -> None:
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 def test_a_swap_in_mid_generation_is_recorded_token_by_token(lab: Lab, policy: Policy) -> None:
     async def body() -> None:
+        second, third = lab.good(7), lab.good(8)  # made first: a server generates on while this process computes
         async with opened(lab, policy) as engine:
-            tasks = [asyncio.create_task(engine.generate(ask(f"t{i}", new=240, seed=i))) for i in range(3)]
-            await tokens_flow(engine, 60)
-            await engine.swap(V2, *lab.good(7))
+            tasks = [asyncio.create_task(engine.generate(ask(f"t{i}", new=lab.long, seed=i))) for i in range(3)]
+            await tokens_flow(lab, engine, 60)
+            await engine.swap(V2, *second)
             assert engine.version == V2
-            await tokens_flow(engine, 60)
-            await engine.swap(V3, *lab.good(8))
+            await tokens_flow(lab, engine, 60)
+            await engine.swap(V3, *third)
             for answer in await asyncio.gather(*tasks):
                 assert [s.version for s in answer.spans] == [V1, V2, V3]
                 assert [s.start for s in answer.spans] == [0, *(s.end for s in answer.spans[:-1])]
-                assert answer.spans[-1].end == len(answer.tokens) == len(answer.logprobs) == 240
+                assert answer.spans[-1].end == len(answer.tokens) == len(answer.logprobs) == lab.long
                 assert answer.cache == {"keep": "kept", "recompute": "recomputed"}[policy]
             after = await engine.generate(ask(new=4))
             assert (after.spans, after.cache) == ((Span(V3, 0, 4),), "unbroken")
@@ -444,7 +449,7 @@ def test_after_a_failed_proof_the_engine_serves_what_it_served(lab: Lab) -> None
             await engine.swap(V2, *lab.good(7))
             before = await engine.generate(ask(new=40))
             flying = asyncio.create_task(engine.generate(ask("b", new=200)))
-            await tokens_flow(engine, 2)
+            await tokens_flow(lab, engine, 2)
             with pytest.raises(CarrierError):
                 await engine.swap(V3, *lab.torn(9))
             assert engine.version == V2

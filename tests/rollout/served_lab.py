@@ -33,6 +33,7 @@ from contraflow.types import Version
 
 VLLM_PYTHON = "CONTRAFLOW_VLLM_PYTHON"  # names the interpreter of an environment that has vLLM
 # vLLM's kernels on CPU want heads of 32 and more.
+VLLM_CONTEXT = 1100
 VLLM_MODEL = ModelConfig(
     family="qwen3_moe",
     vocab=24,
@@ -45,7 +46,7 @@ VLLM_MODEL = ModelConfig(
     top_k=2,
     expert_ffn=32,
     renormalise=True,
-    context=256,
+    context=VLLM_CONTEXT,
 )
 ON_GPU = ("--gpu-memory-utilization", "0.2", "--enforce-eager")
 ON_CPU = ("--enforce-eager",)
@@ -135,7 +136,8 @@ def vllm_section(policy: Literal["keep", "recompute"] = "keep", *, gpu: bool = F
     """Routes only on a GPU: vLLM records none on CPU."""
     server = {"python": os.environ.get(VLLM_PYTHON, sys.executable), "arguments": ON_GPU if gpu else ON_CPU}
     server |= {"request_deadline_s": 60.0, "start_deadline_s": 240.0}
-    settings: dict[str, Any] = {"kind": "vllm", "context_tokens": 256, "max_sequences": 64, "on_refresh": policy}
+    settings: dict[str, Any] = {"kind": "vllm", "context_tokens": VLLM_CONTEXT, "max_sequences": 64}
+    settings |= {"on_refresh": policy}
     return EngineSection(server=ServerSection(**server), **{**settings, "routes": gpu, **rest})
 
 

@@ -83,7 +83,7 @@ def test_one_server_lives_through_temperatures_refreshes_and_its_own_death(tmp_p
         flying = asyncio.create_task(engine.generate(ask(new=200)))
         goal = engine.report().tokens + 20
         while engine.report().tokens < goal:  # noqa: ASYNC110 - an engine says nothing between completions
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.002)
         keeper = process._keeper
         assert keeper is not None
         for pid in children(keeper.pid):
