@@ -28,8 +28,7 @@ from contraflow.errors import ContraflowError
 from contraflow.model.attention import PackedPlan
 from contraflow.model.logprobs import token_logprobs
 from contraflow.parallel.devices import device_of, enter_device
-from contraflow.parallel.layout import place
-from contraflow.parallel.pieces import dtypes, pieces, served, shapes
+from contraflow.parallel.pieces import dtypes, served, shapes, trained
 from contraflow.types import Manifest, Version
 from contraflow.weights import open_carrier
 from contraflow.weights.collective import Outbox, contents
@@ -91,12 +90,11 @@ class Trainer:
         self.config = model(options)
         self.decoder = random_decoder(options, torch.float32, self.device, 0)
         self.whole, self.wired = shapes(self.config), dtypes(self.config, half(options))
-        here = place(0, ONE)
-        mine, theirs = (sort(self.config, ONE, here, self.whole) for sort in (pieces, served))
-        self.plan = plan([mine], [theirs], self.wired, bucket_bytes=options.bucket_mib << 20)
+        mine, theirs = trained(self.config, ONE), served(self.config, ONE)
+        self.plan = plan(mine, theirs, self.wired, bucket_bytes=options.bucket_mib << 20)
         self.outbox = Outbox(self.plan, 0, self.wired, device=self.device, deadline_s=DEADLINE_S)
-        self.wire = join(options, folder, 0, "link")
-        self.wires = [self.wire]
+        self.bridge = join(options, folder, 0, "link")
+        self.bridges = [self.bridge]
         self.steps: list[tuple[float, float]] = []  # when each ended, how long it took
         self.prompts = probe_prompts(self.config.vocab, prompts=4, tokens=16, seed=0)
         self.packed_s = 0.0
@@ -109,8 +107,8 @@ class Trainer:
         """Everything in turn: the link, the pace of both sides undisturbed, then versions by each carrier."""
         link = self._link()
         self.orders.send("load")
-        self.wire = join(self.options, self.folder, 0, NAME)
-        self.wires.append(self.wire)
+        self.bridge = join(self.options, self.folder, 0, NAME)
+        self.bridges.append(self.bridge)
         assert self.orders.recv() == "loaded"
         for _ in range(3):
             self._step()
@@ -130,17 +128,17 @@ class Trainer:
     def close(self) -> None:
         """The engine has ended, and so has what answers it."""
         self.answering.join(30)
-        for wire in self.wires:
-            wire.abort("the end")
+        for bridge in self.bridges:
+            bridge.abort("the end")
 
     def _link(self) -> float:
         size = 1 << 30 if self.device.type == "cuda" else 1 << 22
         data_B = torch.ones(size, dtype=torch.uint8, device=self.device)
         for batch in range(2):  # the first one connects
             assert self.orders.recv() == "ready"
-            flights = [self.wire.send(data_B, 0, (0,), tag=index) for index in range(8 if batch else 1)]
-            for flight in flights:
-                flight.land()
+            messages = [self.bridge.send(data_B, 0, (0,), tag=index) for index in range(8 if batch else 1)]
+            for message in messages:
+                message.land()
         return float(self.orders.recv())
 
     def _versions(self, way: str, count: int, publish: Callable[[int], Manifest]) -> dict[str, Any]:
@@ -213,7 +211,7 @@ class Trainer:
         enter_device(self.device)
         ways: dict[str, Callable[..., Any]] = {
             "hold": lambda link, version: self.outbox.hold(version, link),
-            "send": lambda link, version: self.outbox.send(version, self.wire),
+            "send": lambda link, version: self.outbox.send(version, self.bridge),
             "let_go": self.outbox.drop,
         }
         while True:

@@ -27,8 +27,8 @@ from contraflow.rollout.refresh import ChunkFetcher, Refresher
 from contraflow.runtime.base import Address
 from contraflow.types import Request, Version
 from contraflow.weights import open_carrier
+from contraflow.weights.bridge import Bridge, Link, open_bridge
 from contraflow.weights.manifest import Expected
-from contraflow.weights.wire import Link, Wire, open_wire
 
 ONE = Parallel()
 NAME = "rollout-0"
@@ -83,9 +83,9 @@ def link_to(folder: Path, name: str) -> Link:
     return Link(name, 1, f"file://{folder}/meeting")
 
 
-def join(options: argparse.Namespace, folder: Path, rank: int, name: str) -> Wire:
+def join(options: argparse.Namespace, folder: Path, rank: int, name: str) -> Bridge:
     device = device_of(devices(options)[rank])
-    return open_wire(link_to(folder, name), [], rank=rank, sources=1, targets=1, device=device, deadline_s=DEADLINE_S)
+    return open_bridge(link_to(folder, name), [], rank=rank, sources=1, targets=1, device=device, deadline_s=DEADLINE_S)
 
 
 def serve(options: argparse.Namespace, folder: Path, orders: Connection, calls: Connection) -> None:
@@ -93,16 +93,16 @@ def serve(options: argparse.Namespace, folder: Path, orders: Connection, calls: 
     torch.set_num_threads(1)
     device = device_of(devices(options)[1])
     enter_device(device)
-    wire = join(options, folder, 1, "link")
+    bridge = join(options, folder, 1, "link")
     orders.send("ready")
     gb_s = 0.0
     size = 1 << 30 if device.type == "cuda" else 1 << 22
     data_B = torch.empty(size, dtype=torch.uint8, device=device)
     for batch in (1, 8):
         began = time.perf_counter()
-        flights = [wire.receive(data_B, 0, (0,), tag=index) for index in range(batch)]
-        for flight in flights:
-            flight.land()
+        messages = [bridge.receive(data_B, 0, (0,), tag=index) for index in range(batch)]
+        for message in messages:
+            message.land()
         gb_s = batch * size / 1e9 / (time.perf_counter() - began)
         orders.send("ready" if batch == 1 else gb_s)
     del data_B

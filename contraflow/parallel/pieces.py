@@ -16,7 +16,7 @@ from contraflow.model.decoder import Decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.moe import EXPERTS
 from contraflow.model.reading import Box, Range
-from contraflow.parallel.layout import Place, Shard, shards
+from contraflow.parallel.layout import Place, Shard, place, shards
 
 Shape = tuple[int, ...]
 
@@ -61,12 +61,20 @@ def pieces(config: ModelConfig, parallel: Parallel, here: Place, whole: Mapping[
     return found
 
 
-def served(config: ModelConfig, parallel: Parallel, here: Place, whole: Mapping[str, Shape]) -> dict[str, Piece]:
-    """As `pieces`, for a rank of an engine: no axis cuts rows once more, so ranks may hold the same elements.
+def trained(config: ModelConfig, parallel: Parallel) -> list[dict[str, Piece]]:
+    """`pieces` of every rank of a trainer, in order."""
+    whole = shapes(config)
+    return [pieces(config, parallel, place(rank, parallel), whole) for rank in range(parallel.ranks)]
 
-    Its experts lie in order, as without `engine.replace_every`.
+
+def served(config: ModelConfig, parallel: Parallel) -> list[dict[str, Piece]]:
+    """The same of an engine: no axis cuts rows once more, so ranks may hold the same elements.
+
+    Experts lie in order, as without `engine.replace_every`.
     """
-    return {name: _piece(whole[name], shard, 1, 0, True) for name, shard in shards(config, parallel, here).items()}
+    whole = shapes(config)
+    held = [shards(config, parallel, place(rank, parallel)) for rank in range(parallel.ranks)]
+    return [{name: _piece(whole[name], shard, 1, 0, True) for name, shard in rank.items()} for rank in held]
 
 
 def is_expert(config: ModelConfig, name: str) -> bool:

@@ -21,9 +21,9 @@ from contraflow.model.names import Part, parts
 from contraflow.model.reading import TensorFiles
 from contraflow.parallel.data import at_rest, local, shard_rows
 from contraflow.parallel.experts import open_experts
-from contraflow.parallel.layout import check_fit, place
+from contraflow.parallel.layout import check_fit
 from contraflow.parallel.mesh import Mesh
-from contraflow.parallel.pieces import Piece, at, pieces, put, shapes
+from contraflow.parallel.pieces import Piece, at, pieces, put, shapes, trained
 from contraflow.parallel.pipeline import share_layers
 from contraflow.parallel.tensor import share_heads
 
@@ -106,8 +106,7 @@ class Spread:
     @cached_property
     def _everywhere(self) -> list[dict[str, Piece]]:
         assert self.mesh is not None
-        parallel = self.mesh.parallel
-        return [pieces(self.config, parallel, place(rank, parallel), self.shapes) for rank in range(parallel.ranks)]
+        return trained(self.config, self.mesh.parallel)
 
 
 def load_spread(

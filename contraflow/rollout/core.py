@@ -17,7 +17,7 @@ from contraflow.model.blocks import BlockPool
 from contraflow.model.decoder import Decoder
 from contraflow.model.families import ModelConfig
 from contraflow.rollout.engine import EngineReport, check_request, spans_of
-from contraflow.rollout.passes import Flight, Passes
+from contraflow.rollout.passes import Launched, Passes
 from contraflow.rollout.peers import Alone, Peers
 from contraflow.rollout.rest import Rest
 from contraflow.rollout.schedule import Scheduler, Sequence
@@ -83,7 +83,7 @@ class EngineCore:
         self._rest = Rest(self._passes, self._pool, self._weights)
         self._sequences: dict[str, Sequence] = {}
         self._outcomes: list[Outcome] = []
-        self._flights: deque[Flight] = deque()  # decode passes whose tokens were not read, oldest first
+        self._launched: deque[Launched] = deque()  # decode passes whose tokens were not read, oldest first
         self._arrivals = self._steps = self._tokens = self._fed_tokens = self._swaps = 0
         self._longest_stall_s = 0.0
 
@@ -153,7 +153,7 @@ class EngineCore:
 
     def fail(self, error: EngineError) -> None:
         """Give every request in flight `error`. What the cache held is forgotten: a step may have broken off."""
-        self._flights.clear()
+        self._launched.clear()
         self._scheduler.refresh()
         for sequence in list(self._sequences.values()):
             self._remove(sequence)
@@ -185,7 +185,7 @@ class EngineCore:
         scheduler.settle()
         if decode:
             account.switch("decode")
-            self._flights.append(passes.launch()) if rows.count else passes.idle("decode")
+            self._launched.append(passes.launch()) if rows.count else passes.idle("decode")
         self._land(leaving=1 if passes.ahead and rows.count else 0)
         self._steps += 1
         account.switch("idle")
@@ -252,7 +252,7 @@ class EngineCore:
                 if scheduler.grow(sequence):
                     self._rows.grown(sequence)
                     break
-                if self._flights:  # who has ended already leaves blocks
+                if self._launched:  # who has ended already leaves blocks
                     self._drain()
                     continue
                 youngest = scheduler.youngest()
@@ -261,22 +261,22 @@ class EngineCore:
 
     def _drain(self) -> None:
         """Let everything land that is under way: what the host knows is then all there is."""
-        if self._flights:
+        if self._launched:
             with self.account.charge("decode"):
                 self._land(leaving=0)
 
     def _land(self, *, leaving: int) -> None:
         """Take the tokens of the oldest passes under way, but for so many of the latest."""
-        while len(self._flights) > leaving:
-            flight = self._flights.popleft()
+        while len(self._launched) > leaving:
+            one = self._launched.popleft()
             self.account.switch("decode")
-            sampled_2B = self._peers.sampled(flight.sampled())
+            sampled_2B = self._peers.sampled(one.sampled())
             self.account.switch("schedule")
-            count, ended = self._rows.land(flight.leg, sampled_2B)
+            count, ended = self._rows.land(one.leg, sampled_2B)
             self._tokens += count
             self._finish(ended)
         if not self._sequences:
-            self._flights.clear()  # it computes for nobody
+            self._launched.clear()  # it computes for nobody
 
     def _finish(self, ended: list[tuple[Sequence, StopReason]]) -> None:
         if not ended:

@@ -17,7 +17,7 @@ from contraflow.rollout.engine import spans_of
 from contraflow.types import Completion, Request, Routes, StopReason, Version
 
 
-class Take:
+class Received:
     """What a server gave for a piece. Invariant: as many finite log-probabilities as tokens, no more than asked for."""
 
     def __init__(self, url: str, piece: Piece, vocab: int) -> None:
@@ -124,12 +124,12 @@ class Flight:
         if self._reading is not None:
             self._reading.cancel()
 
-    def add(self, take: Take, version: Version) -> None:
+    def add(self, received: Received, version: Version) -> None:
         """Append what was vouched for."""
         assert version == self._versions[-1]
-        self._tokens += take.tokens
-        self._logprobs += take.logprobs
-        self._routes = take.routes
+        self._tokens += received.tokens
+        self._logprobs += received.logprobs
+        self._routes = received.routes
 
     def completion(self, stop: StopReason) -> Completion:
         """All of it."""

@@ -17,18 +17,17 @@ from contraflow.config import Compute, Engine, Parallel
 from contraflow.errors import ChannelError, DeadlineExceeded, WorkerDied
 from contraflow.model.families import ModelConfig
 from contraflow.parallel.devices import DTYPES, device_of, same_gpu
-from contraflow.parallel.layout import place
-from contraflow.parallel.pieces import dtypes, pieces, served, shapes
+from contraflow.parallel.pieces import dtypes, served, trained
 from contraflow.runtime.base import Address, Ref
 from contraflow.runtime.gang import GRACE_S, together
 from contraflow.types import Manifest, Version
+from contraflow.weights.bridge import Bridge, Link, Sender, open_bridge
 from contraflow.weights.carrier import Arrival
 from contraflow.weights.collective import Inbox, circles
 from contraflow.weights.fetch import Fetched
 from contraflow.weights.ipc import Handle, Opened
 from contraflow.weights.manifest import Expected, check_fit
 from contraflow.weights.reshard import plan
-from contraflow.weights.wire import Link, Sender, Wire, open_wire
 
 Offers = tuple[tuple[Handle, ...], ...]  # of each trainer rank, where its buckets of one version lie
 
@@ -53,17 +52,17 @@ class Intake:
     Invariant: at most one version waits here, and all of its bytes are proven.
     """
 
-    def __init__(self, inbox: Inbox, wire: Wire | None) -> None:
-        """Without a `wire` it copies what the trainer offers."""
-        self.inbox, self.wire = inbox, wire
+    def __init__(self, inbox: Inbox, bridge: Bridge | None) -> None:
+        """Without a `bridge` it copies what the trainer offers."""
+        self.inbox, self.bridge = inbox, bridge
         self._opened = Opened()
         self._lock = threading.Lock()
         self._waiting: tuple[Version, dict[str, Tensor]] | None = None
 
     def receive(self, manifest: Manifest, offers: Offers = ()) -> None:
-        """Blocks until this rank's part is here. `offers`: by trainer rank, if there is no wire. Raises as `Inbox`."""
-        if self.wire is not None:
-            parts = self.inbox.receive(manifest, self.wire)
+        """Blocks until this rank's part is here. `offers`: by trainer rank, without a bridge. Raises as `Inbox`."""
+        if self.bridge is not None:
+            parts = self.inbox.receive(manifest, self.bridge)
         else:
             parts = self.inbox.copy(manifest, lambda source, n: self._opened.tensor(offers[source][n]))
         with self._lock:
@@ -71,8 +70,8 @@ class Intake:
 
     def close(self) -> None:
         """Leave the trainer's ranks. Safe to call twice."""
-        if self.wire is not None:
-            self.wire.abort("the engine is closed")
+        if self.bridge is not None:
+            self.bridge.abort("the engine is closed")
 
     def take(self, version: Version) -> dict[str, Tensor]:
         """The part of a version that arrived, given once; empty, which no engine takes, when it did not."""
@@ -118,16 +117,16 @@ class PartFetcher:
         wait_s, name, version = self._route.deadline_s, self._route.link.name, manifest.version
         try:
             await self._all([ref.call(wait_s, Sender.hold, name, version) for ref in self._trainers])
-            if self._intake.wire is None:
+            if self._intake.bridge is None:
                 offered = [ref.call(wait_s, Sender.offer, name, version) for ref in self._trainers]
                 await self._all(self._receiving(manifest, tuple(await together(offered, GRACE_S))))
             else:
                 sending = [ref.call(wait_s, Sender.send, name, version) for ref in self._trainers]
-                await self._transfer([*sending, *self._receiving(manifest, ())], self._intake.wire)
+                await self._transfer([*sending, *self._receiving(manifest, ())], self._intake.bridge)
         except BaseException:
             await self._let_go()
             raise
-        if self._intake.wire is None:
+        if self._intake.bridge is None:
             await self._let_go()
         return Fetched(manifest, self._intake.take(version), Arrival(moved=self._moved))
 
@@ -136,11 +135,11 @@ class PartFetcher:
         mates = [ref.call(self._route.deadline_s, Mate.receive, manifest, offers) for ref in self._mates]
         return [*mates, run_aside(lambda: self._intake.receive(manifest, offers))]
 
-    async def _transfer(self, moves: list[Coroutine[Any, Any, None]], wire: Wire) -> None:
+    async def _transfer(self, moves: list[Coroutine[Any, Any, None]], bridge: Bridge) -> None:
         try:
             await self._all(moves)
         except BaseException as fault:
-            wire.abort(f"a transfer failed: {fault or type(fault).__name__}")
+            bridge.abort(f"a transfer failed: {fault or type(fault).__name__}")
             raise
 
     async def _all(self, calls: list[Coroutine[Any, Any, None]]) -> None:
@@ -165,18 +164,12 @@ async def run_aside(work: Callable[[], None]) -> None:
 
 def open_intake(route: Route, section: Engine, model: ModelConfig, *, rank: int) -> Intake:
     """Meet the trainer's ranks as rank `rank` of the engine. Collective with them. Raises DeadlineExceeded."""
-    theirs, ours, whole = route.parallel, section.parallel, shapes(model)
-    wired = dtypes(model, DTYPES[route.dtype])
-    held = [served(model, ours, place(there, ours), whole) for there in range(ours.ranks)]
-    planned = plan(
-        [pieces(model, theirs, place(there, theirs), whole) for there in range(theirs.ranks)],
-        held,
-        wired,
-        bucket_bytes=route.bucket_bytes,
-    )
-    device, wire = device_of(section.device, rank), None
+    theirs, ours = route.parallel, section.parallel
+    travelling, held = dtypes(model, DTYPES[route.dtype]), served(model, ours)
+    planned = plan(trained(model, theirs), held, travelling, bucket_bytes=route.bucket_bytes)
+    device, bridge = device_of(section.device, rank), None
     if route.carrier != "ipc":
-        wire = open_wire(
+        bridge = open_bridge(
             route.link,
             circles(planned),
             rank=theirs.ranks + rank,
@@ -186,4 +179,4 @@ def open_intake(route: Route, section: Engine, model: ModelConfig, *, rank: int)
             deadline_s=route.deadline_s,
         )
     shape_of = {name: piece.shape for name, piece in held[rank].items()}
-    return Intake(Inbox(planned, rank, shape_of, wired, kind=route.carrier, device=device), wire)
+    return Intake(Inbox(planned, rank, shape_of, travelling, kind=route.carrier, device=device), bridge)

@@ -61,7 +61,7 @@ def bucket(count: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Flight:
+class Launched:
     """A decode pass under way. `sampled` waits for it: int32 `[2, B]`, tokens and the bits of their logprobs."""
 
     leg: Leg
@@ -234,7 +234,7 @@ class Passes:
         for dispatch in self._spread:
             dispatch.enter(phase)
 
-    def launch(self) -> Flight:
+    def launch(self) -> Launched:
         """Begin to feed each row's token and to sample its next."""
         self.enter("decode")
         self.rows.prepare()
@@ -242,7 +242,7 @@ class Passes:
         self._exchange.send()
         (self._decode if self.graphs is None else self.graphs.run)(bucket(count))
         samples = self._exchange.receive()
-        return Flight(self.rows.depart(), lambda: samples()[:, :count])
+        return Launched(self.rows.depart(), lambda: samples()[:, :count])
 
     @torch.inference_mode()
     def _decode(self, rows: int) -> None:

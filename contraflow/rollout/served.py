@@ -19,7 +19,7 @@ from contraflow.model.families import ModelConfig
 from contraflow.rollout.dialect import Piece
 from contraflow.rollout.engine import EngineReport, check_request
 from contraflow.rollout.fleet import Fleet, Release, Server, check_stamp
-from contraflow.rollout.flight import Flight, Take
+from contraflow.rollout.flight import Flight, Received
 from contraflow.rollout.release import Releases
 from contraflow.rollout.scaled import prove_scaled
 from contraflow.telemetry import Account, Clock
@@ -172,10 +172,10 @@ class ServedEngine:
         self._settle()
         try:
             await self._scaled(server, flight.request.temperature)
-            take = await self._read(server, flight, piece)
+            received = await self._read(server, flight, piece)
             self._refuse_if_closed()
-            await self._vouched(server, take, version)
-            flight.add(take, version)
+            await self._vouched(server, received, version)
+            flight.add(received, version)
             server.mends = flight.tries = 0
         except ServerError as fault:
             flight.tries += 1
@@ -202,23 +202,23 @@ class ServedEngine:
                 self._refuse_if_closed()
                 return server
 
-    async def _read(self, server: Server, flight: Flight, piece: Piece) -> Take:
+    async def _read(self, server: Server, flight: Flight, piece: Piece) -> Received:
         """What the server streams of a piece, until it ends or the flight is parked."""
-        take = Take(server.dialect.url, piece, self._config.vocab)
+        received = Received(server.dialect.url, piece, self._config.vocab)
 
         async def read() -> None:
             async with aclosing(server.dialect.generate(piece)) as chunks:
                 async for chunk in chunks:
-                    take.add(chunk)
+                    received.add(chunk)
                     self._tokens += len(chunk.tokens)
-                    if take.stop is not None:
+                    if received.stop is not None:
                         return
                     if chunk.stop is not None:
                         break
             raise ServerError(server.dialect.url, "failed", f"it ended piece {piece.id!r} unasked")
 
         await flight.reading(read())
-        return take
+        return received
 
     async def _scaled(self, server: Server, temperature: float) -> None:
         if temperature in (0, 1) or server.scaled:
@@ -228,11 +228,11 @@ class ServedEngine:
                 await prove_scaled(server.dialect, self._config.vocab)
                 server.scaled = True
 
-    async def _vouched(self, server: Server, take: Take, version: Version) -> None:
+    async def _vouched(self, server: Server, received: Received, version: Version) -> None:
         """Make sure that it was `version` that sampled what was taken, however the server fared meanwhile."""
-        if take.stamp is not None:
-            check_stamp(server.dialect.url, take.stamp, version)
-        elif take.tokens:
+        if received.stamp is not None:
+            check_stamp(server.dialect.url, received.stamp, version)
+        elif received.tokens:
             await server.vouch(version)
 
     def _check(self, request: Request) -> None:

@@ -12,19 +12,18 @@ from contraflow import config
 from contraflow.errors import CarrierError, DeadlineExceeded, WorkerDied
 from contraflow.parallel.data import at_rest, local
 from contraflow.parallel.devices import DTYPES, device_of, same_gpu
-from contraflow.parallel.layout import place
-from contraflow.parallel.pieces import dtypes, pieces, served
+from contraflow.parallel.pieces import dtypes, served, trained
 from contraflow.parallel.spread import Spread
 from contraflow.parallel.team import Team
 from contraflow.train.float8 import expert_matrices
 from contraflow.types import Manifest, Probe, Version
 from contraflow.weights import open_carrier
+from contraflow.weights.bridge import Bridge, Link, open_bridge
 from contraflow.weights.collective import Outbox, circles, contents
 from contraflow.weights.fp8 import lowered
 from contraflow.weights.ipc import Handle, Shared
 from contraflow.weights.publish import Publisher
 from contraflow.weights.reshard import plan
-from contraflow.weights.wire import Link, Wire, open_wire
 
 # The newest, its predecessor for roll-back, and two that a slow engine may still be fetching.
 KEPT_VERSIONS = 4
@@ -88,7 +87,7 @@ class Carried:
 class Shards:
     """Packs this rank's part of each version, and sends it to engines that ask, on threads of its own.
 
-    Invariant: a link has one wire, which one transfer uses at a time; a link that failed is of no more use.
+    Invariant: a link has one bridge, which one transfer uses at a time; a link that failed is of no more use.
     """
 
     def __init__(
@@ -104,11 +103,11 @@ class Shards:
         self._wire = train.parallel.wire
         self._rank = 0 if spread.mesh is None else spread.mesh.here.rank
         self._trainers, self._engines = train.parallel.ranks, engine.parallel.ranks
-        model, whole = spread.config, spread.shapes
+        model = spread.config
         self._dtypes = dtypes(model, DTYPES[weights.plain])
         self._plan = plan(
-            [pieces(model, train.parallel, place(rank, train.parallel), whole) for rank in range(self._trainers)],
-            [served(model, engine.parallel, place(rank, engine.parallel), whole) for rank in range(self._engines)],
+            trained(model, train.parallel),
+            served(model, engine.parallel),
             self._dtypes,
             bucket_bytes=weights.bucket_bytes,
         )
@@ -118,7 +117,7 @@ class Shards:
             self._plan, self._rank, self._dtypes, device=self._device, deadline_s=weights.refresh_deadline_s
         )
         self._newest: Version | None = None
-        self._links: dict[str, Future[Wire]] = {}
+        self._links: dict[str, Future[Bridge]] = {}
         self.threads = ThreadPoolExecutor(thread_name_prefix="send", initializer=same_gpu())
         self.carried = Carried()
 
@@ -159,7 +158,7 @@ class Shards:
             return  # it reads what lies here
         self._end(link.name, "its engine was started again")
         self._links[link.name] = self.threads.submit(
-            open_wire,
+            open_bridge,
             link,
             circles(self._plan),
             rank=self._rank,
@@ -206,7 +205,7 @@ class Shards:
             self._end(link, "the trainer ends")
         self.threads.shutdown(wait=False, cancel_futures=True)
 
-    def _joined(self, link: str) -> Wire:
+    def _joined(self, link: str) -> Bridge:
         wait_s = self._weights.refresh_deadline_s
         try:
             return self._links[link].result(wait_s)

@@ -29,8 +29,8 @@ from contraflow.train.learner import Learner, Place
 from contraflow.train.publishing import Shards
 from contraflow.train.report import StepReport, TrainReport
 from contraflow.types import Group, Manifest, Take, Version
+from contraflow.weights.bridge import Link
 from contraflow.weights.ipc import Handle
-from contraflow.weights.wire import Link
 
 __all__ = ["Place", "StepReport", "TrainReport", "Trainer", "make_trainer"]
 
@@ -101,20 +101,20 @@ class Trainer:
         return link
 
     async def hold(self, link: str, version: Version) -> None:
-        """See `weights.wire.Sender`."""
+        """See `weights.bridge.Sender`."""
         self._shards.hold(link, version)
 
     async def send(self, link: str, version: Version) -> None:
-        """See `weights.wire.Sender`: beside whatever the trainer is at."""
+        """See `weights.bridge.Sender`: beside whatever the trainer is at."""
         shards = self._shards
         await asyncio.get_running_loop().run_in_executor(shards.threads, shards.send, link, version)
 
     async def offer(self, link: str, version: Version) -> tuple[Handle, ...]:
-        """See `weights.wire.Sender`."""
+        """See `weights.bridge.Sender`."""
         return self._shards.offer(link, version)
 
     async def let_go(self, link: str) -> None:
-        """See `weights.wire.Sender`."""
+        """See `weights.bridge.Sender`."""
         self._shards.let_go(link)
 
     async def report(self) -> TrainReport:

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from contraflow.errors import CarrierError, DeadlineExceeded, VersionGone
 from contraflow.types import Manifest, Version
+from contraflow.weights.bridge import Bridge
 from contraflow.weights.manifest import layout
 from contraflow.weights.reshard import Box, Bucket, Plan, Slice
 from contraflow.weights.sums import as_text, bucket_sum
-from contraflow.weights.wire import Wire
 
 MOST_SETS = 2  # versions that lie on a trainer rank
 Dtypes = Mapping[str, torch.dtype]
@@ -91,13 +91,13 @@ class Outbox:
                 packed.users.discard(link)
             self._changed.notify_all()
 
-    def send(self, version: Version, wire: Wire) -> int:
-        """Send this rank's buckets of a version held for the wire's link; how many bytes. Raises as `Flight.land`."""
-        turns = zip(self._indices, self._mine, self.held(version, wire.link.name), strict=True)
+    def send(self, version: Version, bridge: Bridge) -> int:
+        """Send this rank's buckets of a version held for its link; how many bytes. Raises as `Message.land`."""
+        turns = zip(self._indices, self._mine, self.held(version, bridge.link.name), strict=True)
         with _aside(self._device):
-            flights = [wire.send(data_B, one.source, one.targets, tag=index) for index, one, data_B in turns]
-            for flight in flights:
-                flight.land()
+            messages = [bridge.send(data_B, one.source, one.targets, tag=index) for index, one, data_B in turns]
+            for message in messages:
+                message.land()
         return sum(bucket.nbytes for bucket in self._mine)
 
     def held(self, version: Version, link: str) -> list[Tensor]:
@@ -163,13 +163,13 @@ class Inbox:
         if len(manifest.digests) != buckets:
             raise CarrierError(f"manifest of {version}: {len(manifest.digests)} digests for {buckets} buckets")
 
-    def receive(self, manifest: Manifest, wire: Wire) -> dict[str, Tensor]:
+    def receive(self, manifest: Manifest, bridge: Bridge) -> dict[str, Tensor]:
         """This rank's part of a version, proven. Blocks until it is there.
 
         Raises: CarrierError naming version, bucket and both digests for what did not arrive as it was packed; as
-        `Flight.land` when the other end is gone or silent.
+        `Message.land` when the other end is gone or silent.
         """
-        return self._proven(manifest, lambda parts: self._arriving(parts, wire))
+        return self._proven(manifest, lambda parts: self._arriving(parts, bridge))
 
     def copy(self, manifest: Manifest, lying: Callable[[int, int], Tensor]) -> dict[str, Tensor]:
         """The same from where buckets lie: `lying(source, n)` is the n-th of those that trainer rank `source` packed.
@@ -201,23 +201,23 @@ class Inbox:
                 raise CarrierError(self._altered(manifest, index, digest))
         return parts
 
-    def _arriving(self, parts: Mapping[str, Tensor], wire: Wire) -> Iterator[Tensor]:
+    def _arriving(self, parts: Mapping[str, Tensor], bridge: Bridge) -> Iterator[Tensor]:
         """Digests, bucket by bucket: the next one arrives while this one is laid out."""
         mine = [self.plan.buckets[index] for index in self._indices]
         most = max((bucket.nbytes for bucket in mine), default=0)
-        spare = [torch.empty(most, dtype=torch.uint8, device=wire.device) for _ in range(2)]
-        flights = []
+        spare = [torch.empty(most, dtype=torch.uint8, device=bridge.device) for _ in range(2)]
+        messages = []
         for turn in range(len(mine) + 1):
             if turn < len(mine):
                 bucket = mine[turn]
                 room_B = spare[turn % 2][: bucket.nbytes]
-                flight = wire.receive(room_B, bucket.source, bucket.targets, tag=self._indices[turn])
-                flights.append(flight)
+                message = bridge.receive(room_B, bucket.source, bucket.targets, tag=self._indices[turn])
+                messages.append(message)
             if turn > 0:
-                flights[turn - 1].order()
+                messages[turn - 1].order()
                 yield self._lay_out(mine[turn - 1], spare[(turn - 1) % 2], parts)
-        for flight in flights:
-            flight.land()
+        for message in messages:
+            message.land()
 
     def _lay_out(self, bucket: Bucket, spare_B: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
         data_B = spare_B[: bucket.nbytes]

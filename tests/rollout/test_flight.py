@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contraflow.rollout.dialect import Chunk
-from contraflow.rollout.flight import Flight, Take
+from contraflow.rollout.flight import Flight, Received
 from contraflow.types import Request, StopReason, Version
 
 VOCAB, CONTEXT, STOP = 50, 40, 7
@@ -22,10 +22,10 @@ def flight(new: int = 20, policy: Literal["keep", "recompute"] = "keep", **rest:
 
 def give(one: Flight, version: Version, tokens: list[int]) -> None:
     """A piece under `version` that brings `tokens`, one chunk each."""
-    take = Take("here", one.piece(version), VOCAB)
+    received = Received("here", one.piece(version), VOCAB)
     for token in tokens:
-        take.add(Chunk(tokens=[token], logprobs=[-0.5 - token]))
-    one.add(take, version)
+        received.add(Chunk(tokens=[token], logprobs=[-0.5 - token]))
+    one.add(received, version)
 
 
 # What pieces bring, and by how much the version has grown since the one before: some are parked with nothing.

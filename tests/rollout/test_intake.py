@@ -13,19 +13,19 @@ from contraflow.rollout.intake import Intake, PartFetcher, Route
 from contraflow.runtime.base import Address, Host
 from contraflow.runtime.inline import InlineRuntime
 from contraflow.types import Manifest, Version
+from contraflow.weights.bridge import Bridge, Link
 from contraflow.weights.collective import Inbox, Outbox
 from contraflow.weights.fetch import Fetched
 from contraflow.weights.ipc import Handle, Shared
 from contraflow.weights.manifest import Expected
-from contraflow.weights.wire import Link, Wire
 from tests.weights.test_collective import CPU, V1, V2, V3, WHOLE, WIRE, Bench
 
 
 class Rank:
     """A trainer's rank around a real outbox; its sends end as told."""
 
-    def __init__(self, outbox: Outbox, wire: Wire | None, faults: list[Exception]) -> None:
-        self.outbox, self.wire, self.faults, self.shared = outbox, wire, faults, Shared()
+    def __init__(self, outbox: Outbox, bridge: Bridge | None, faults: list[Exception]) -> None:
+        self.outbox, self.bridge, self.faults, self.shared = outbox, bridge, faults, Shared()
 
     async def hold(self, link: str, version: Version) -> None:
         self.outbox.hold(version, link)
@@ -33,8 +33,8 @@ class Rank:
     async def send(self, link: str, version: Version) -> None:
         if self.faults:
             raise self.faults.pop()
-        assert self.wire is not None
-        await asyncio.to_thread(self.outbox.send, version, self.wire)
+        assert self.bridge is not None
+        await asyncio.to_thread(self.outbox.send, version, self.bridge)
         self.outbox.drop(link)
 
     async def offer(self, link: str, version: Version) -> tuple[Handle, ...]:
@@ -44,29 +44,29 @@ class Rank:
         self.outbox.drop(link)
 
 
-def make_rank(host: Host, *, outbox: Outbox, wire: Wire | None, faults: list[Exception]) -> Rank:
-    return Rank(outbox, wire, faults)
+def make_rank(host: Host, *, outbox: Outbox, bridge: Bridge | None, faults: list[Exception]) -> Rank:
+    return Rank(outbox, bridge, faults)
 
 
-def rig(bench: Bench, carrier: str, **trainer: Any) -> tuple[Wire | None, Any]:
-    """The engine's wire, and a coroutine function that fetches a manifest of a bench with one rank on either side."""
-    wires, ends = bench.join() if carrier == "collective" else ([None], [None])
+def rig(bench: Bench, carrier: str, **trainer: Any) -> tuple[Bridge | None, Any]:
+    """The engine's bridge, and a coroutine function that fetches a manifest of a bench with one rank on either side."""
+    bridges, ends = bench.join() if carrier == "collective" else ([None], [None])
     shapes = {key: piece.shape for key, piece in bench.theirs[0].items()}
     inbox = Inbox(bench.plan, 0, shapes, WIRE, kind=carrier, device=CPU)
-    wire = None if ends[0] is None else ends[0].wire
+    bridge = None if ends[0] is None else ends[0].bridge
 
     async def fetch(manifest: Manifest, expected: Expected | None = None) -> Fetched:
         runtime = InlineRuntime()
         trainers: list[Address] = []
         for rank, outbox in enumerate(bench.outboxes):
-            kwargs = {"outbox": outbox, "wire": wires[rank], "faults": trainer.get("faults", [])}
+            kwargs = {"outbox": outbox, "bridge": bridges[rank], "faults": trainer.get("faults", [])}
             trainers.append((await runtime.start(f"trainer-{rank}", _holding(kwargs))).address)
         route = Route(carrier, Link("rollout-0", 1, ""), tuple(trainers), Parallel(), "cpu", "bfloat16", 600, 20.0)
 
         asking: list[PartFetcher] = []
 
         def make(host: Host) -> object:
-            asking.append(PartFetcher(Intake(inbox, wire), route, host.connect))
+            asking.append(PartFetcher(Intake(inbox, bridge), route, host.connect))
             return object()
 
         await runtime.start("rollout-0", make)
@@ -75,7 +75,7 @@ def rig(bench: Bench, carrier: str, **trainer: Any) -> tuple[Wire | None, Any]:
         finally:
             await runtime.close()
 
-    return wire, fetch
+    return bridge, fetch
 
 
 def _holding(kwargs: dict[str, Any]) -> Any:
@@ -105,22 +105,22 @@ def test_versions_are_fetched_and_nothing_stays_held(bench: Bench) -> None:
 def test_a_version_that_was_replaced_is_gone_and_the_next_is_fetched(bench: Bench) -> None:
     first = bench.publish(V1, 1)
     second = bench.publish(V2, 2)
-    wire, fetch = rig(bench, "collective")
+    bridge, fetch = rig(bench, "collective")
     with pytest.raises(VersionGone, match=r"1\.1 is not on rank 0"):
         asyncio.run(fetch(first))
-    assert wire is not None
-    assert not wire.broken  # nothing was under way
+    assert bridge is not None
+    assert not bridge.broken  # nothing was under way
     assert asyncio.run(fetch(second)).tensors
 
 
 def test_a_send_that_fails_breaks_the_link_and_lets_go(bench: Bench) -> None:
     manifest = bench.publish(V1, 1)
-    wire, fetch = rig(bench, "collective", faults=[WorkerDied("trainer-0", "on fire")])
-    assert wire is not None
-    wire.deadline_s = 1.0
+    bridge, fetch = rig(bench, "collective", faults=[WorkerDied("trainer-0", "on fire")])
+    assert bridge is not None
+    bridge.deadline_s = 1.0
     with pytest.raises(WorkerDied, match="on fire"):
         asyncio.run(fetch(manifest))
-    assert "on fire" in wire.broken
+    assert "on fire" in bridge.broken
     assert in_use(bench) == set()
 
 

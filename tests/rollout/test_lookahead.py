@@ -215,6 +215,6 @@ def test_nothing_is_kept_of_sequences_that_have_ended(native: Any) -> None:
             core.submit(request, request.id)
         run(core)
         rows, scheduler = core._rows, core._scheduler
-        held = (core._sequences, core._flights, rows.sequences, rows._home, rows._row, scheduler.waiting)
+        held = (core._sequences, core._launched, rows.sequences, rows._home, rows._row, scheduler.waiting)
         assert [len(table) for table in (*held, scheduler.prefilling, scheduler.decoding, scheduler._queue)] == [0] * 9
         assert len(rows._homes) == rows.numbers.shape[1], turn

@@ -167,7 +167,7 @@ def test_a_pass_is_begun_without_a_wait_for_the_device(family: str) -> None:
     before = core.report().tokens
     torch.cuda.set_sync_debug_mode("error")
     try:
-        core._flights.append(core._passes.launch())
+        core._launched.append(core._passes.launch())
     finally:
         torch.cuda.set_sync_debug_mode("default")
     core._drain()

@@ -15,7 +15,7 @@ from contraflow.parallel.spread import Spread
 from contraflow.parallel.team import Team
 from contraflow.rollout.intake import Intake, Route, open_intake
 from contraflow.train.publishing import Shards
-from contraflow.weights.wire import Link
+from contraflow.weights.bridge import Link
 from tests.weights.test_collective import MOE, PROBE, V1, V2
 
 ENGINE = config.Engine()

@@ -13,12 +13,11 @@ import torch
 from contraflow.config import Parallel
 from contraflow.errors import ContraflowError
 from contraflow.model.families import ModelConfig
-from contraflow.parallel.layout import place
-from contraflow.parallel.pieces import dtypes, pieces, served, shapes
+from contraflow.parallel.pieces import dtypes, served, shapes, trained
 from contraflow.types import Manifest, Probe, Version
+from contraflow.weights.bridge import Bridge, Link, open_bridge
 from contraflow.weights.collective import Inbox, Outbox, contents
 from contraflow.weights.reshard import Plan, plan
-from contraflow.weights.wire import Link, Wire, open_wire
 
 ONE = Parallel()
 CONFIG = ModelConfig(
@@ -37,12 +36,11 @@ def weights(seed: int, device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def planned() -> Plan:
-    mine, theirs = (sort(CONFIG, ONE, place(0, ONE), WHOLE) for sort in (pieces, served))
-    return plan([mine], [theirs], WIRE, bucket_bytes=BUCKET)
+    return plan(trained(CONFIG, ONE), served(CONFIG, ONE), WIRE, bucket_bytes=BUCKET)
 
 
-def join(link: Link, rank: int, device: torch.device, deadline_s: float) -> Wire:
-    return open_wire(link, [], rank=rank, sources=1, targets=1, device=device, deadline_s=deadline_s, join_s=60.0)
+def join(link: Link, rank: int, device: torch.device, deadline_s: float) -> Bridge:
+    return open_bridge(link, [], rank=rank, sources=1, targets=1, device=device, deadline_s=deadline_s, join_s=60.0)
 
 
 def serve(link: Link, where: str, wired: str, orders: Connection) -> None:
@@ -51,13 +49,13 @@ def serve(link: Link, where: str, wired: str, orders: Connection) -> None:
     device = torch.device(where)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    wire = join(link, 1, torch.device(wired), 20.0)
+    bridge = join(link, 1, torch.device(wired), 20.0)
     inbox = Inbox(planned(), 0, WHOLE, WIRE, kind="collective", device=device)
     orders.send("joined")
     while (order := orders.recv()) is not None:
         manifest, seed = order
         try:
-            got = inbox.receive(manifest, wire)
+            got = inbox.receive(manifest, bridge)
         except ContraflowError as fault:
             orders.send(str(fault))
             continue
@@ -83,7 +81,7 @@ class Trainer:
         self.plan = planned()
         self.outbox = Outbox(self.plan, 0, WIRE, device=torch.device(self.wired[0]), deadline_s=5.0)
 
-    def start(self) -> tuple[Wire, Connection]:
+    def start(self) -> tuple[Bridge, Connection]:
         """A new engine, and the trainer's end of the link to it."""
         self.number += 1
         link = Link("rollout-0", self.number, f"file://{self.folder}/meeting")
@@ -91,10 +89,10 @@ class Trainer:
         engine = mp.get_context("spawn").Process(target=serve, args=(link, self.engine_device, self.wired[1], there))
         engine.start()
         self.engines.append(engine)
-        wire = join(link, 0, torch.device(self.wired[0]), self.deadline_s)
+        bridge = join(link, 0, torch.device(self.wired[0]), self.deadline_s)
         assert here.poll(WAIT_S)
         assert here.recv() == "joined"
-        return wire, here
+        return bridge, here
 
     def publish(self, n: int) -> Manifest:
         digests = self.outbox.pack(Version(1, n), weights(n, self.device))
@@ -107,12 +105,12 @@ class Trainer:
             **contents(self.plan, [digests], WHOLE, WIRE),
         )
 
-    def carry(self, n: int, wire: Wire, engine: Connection) -> str:
+    def carry(self, n: int, bridge: Bridge, engine: Connection) -> str:
         """Publish and send version `n`; what the engine says of it."""
         manifest = self.publish(n)
         self.outbox.hold(manifest.version, "rollout-0")
         engine.send((manifest, n))
-        self.outbox.send(manifest.version, wire)
+        self.outbox.send(manifest.version, bridge)
         self.outbox.drop("rollout-0")
         assert engine.poll(WAIT_S)
         return str(engine.recv())
@@ -124,17 +122,17 @@ class Trainer:
 
 
 def versions_arrive_and_damage_is_named(trainer: Trainer) -> None:
-    wire, engine = trainer.start()
-    assert [trainer.carry(n, wire, engine) for n in (1, 2, 3)] == ["whole"] * 3
+    bridge, engine = trainer.start()
+    assert [trainer.carry(n, bridge, engine) for n in (1, 2, 3)] == ["whole"] * 3
     manifest = trainer.publish(4)
     trainer.outbox._sets[-1].buckets[1][7] ^= 1
     trainer.outbox.hold(manifest.version, "rollout-0")
     engine.send((manifest, 4))
-    trainer.outbox.send(manifest.version, wire)
+    trainer.outbox.send(manifest.version, bridge)
     trainer.outbox.drop("rollout-0")
     assert engine.poll(WAIT_S)
     assert "version 1.4, bucket 1 of" in engine.recv()
-    assert trainer.carry(5, wire, engine) == "whole"  # the link is as good as before
+    assert trainer.carry(5, bridge, engine) == "whole"  # the link is as good as before
     engine.send(None)
     trainer.engines[0].join(WAIT_S)
 
@@ -142,17 +140,17 @@ def versions_arrive_and_damage_is_named(trainer: Trainer) -> None:
 def an_engine_killed_in_mid_transfer_is_named_and_its_successor_served(trainer: Trainer) -> None:
     import threading
 
-    wire, engine = trainer.start()
-    assert trainer.carry(1, wire, engine) == "whole"
+    bridge, engine = trainer.start()
+    assert trainer.carry(1, bridge, engine) == "whole"
     manifest = trainer.publish(2)
     trainer.outbox.hold(manifest.version, "rollout-0")
     killing = threading.Timer(0.3, trainer.engines[0].kill)  # it was not told to receive: the transfer has begun
     killing.start()
     try:
-        trainer.outbox.send(manifest.version, wire)
+        trainer.outbox.send(manifest.version, bridge)
     except ContraflowError as fault:
         assert "rank 0 of rollout-0" in str(fault)  # noqa: PT017
-        wire.abort(str(fault))
+        bridge.abort(str(fault))
     else:
         raise AssertionError("a transfer without a receiver ended well")
     killing.join()

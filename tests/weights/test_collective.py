@@ -14,12 +14,11 @@ import torch
 from contraflow.config import Parallel
 from contraflow.errors import CarrierError, ConfigError, DeadlineExceeded, VersionGone, WorkerDied
 from contraflow.model.families import ModelConfig
-from contraflow.parallel.layout import place
-from contraflow.parallel.pieces import dtypes, pieces, served, shapes, take
+from contraflow.parallel.pieces import dtypes, served, shapes, take, trained
 from contraflow.types import Manifest, Probe, Version
+from contraflow.weights.bridge import Bridge, Link, open_bridge
 from contraflow.weights.collective import Inbox, Outbox, circles, contents
 from contraflow.weights.reshard import plan
-from contraflow.weights.wire import Link, Wire, open_wire
 
 T = TypeVar("T")
 MOE = ModelConfig(
@@ -42,10 +41,10 @@ class End(NamedTuple):
     """An engine rank's."""
 
     inbox: Inbox
-    wire: Wire
+    bridge: Bridge
 
     def receive(self, manifest: Manifest) -> dict[str, torch.Tensor]:
-        return self.inbox.receive(manifest, self.wire)
+        return self.inbox.receive(manifest, self.bridge)
 
 
 class Bench:
@@ -53,12 +52,11 @@ class Bench:
 
     def __init__(self, folder: Path, trainer: Parallel, engine: Parallel, *, bucket_bytes: int = 600) -> None:
         self.trainer, self.engine, self.bucket_bytes, self.folder = trainer, engine, bucket_bytes, folder
-        self.mine = [pieces(MOE, trainer, place(rank, trainer), WHOLE) for rank in range(trainer.ranks)]
-        self.theirs = [served(MOE, engine, place(rank, engine), WHOLE) for rank in range(engine.ranks)]
+        self.mine, self.theirs = trained(MOE, trainer), served(MOE, engine)
         self.plan = plan(self.mine, self.theirs, WIRE, bucket_bytes=bucket_bytes)
         self.outboxes = [Outbox(self.plan, rank, WIRE, device=CPU, deadline_s=0.2) for rank in range(trainer.ranks)]
         self.pool = ThreadPoolExecutor(32)
-        self.wires: list[Wire] = []
+        self.bridges: list[Bridge] = []
 
     def publish(self, version: Version, seed: int) -> Manifest:
         whole = weights(seed)
@@ -75,17 +73,17 @@ class Bench:
             **contents(self.plan, digests, WHOLE, WIRE),
         )
 
-    def join(self, name: str = "rollout-0", *, deadline_s: float = 20.0) -> tuple[list[Wire], list[End]]:
+    def join(self, name: str = "rollout-0", *, deadline_s: float = 20.0) -> tuple[list[Bridge], list[End]]:
         link = Link(name, 1, f"file://{self.folder}/{name}")
         sources, targets = self.trainer.ranks, self.engine.ranks
 
-        def end(rank: int) -> Wire:
-            return open_wire(
+        def end(rank: int) -> Bridge:
+            return open_bridge(
                 link, circles(self.plan), rank=rank, sources=sources, targets=targets, device=CPU, deadline_s=deadline_s
             )
 
-        wires = self.together([lambda rank=rank: end(rank) for rank in range(sources + targets)])
-        self.wires += wires
+        bridges = self.together([lambda rank=rank: end(rank) for rank in range(sources + targets)])
+        self.bridges += bridges
         inboxes = [
             Inbox(
                 self.plan,
@@ -97,29 +95,29 @@ class Bench:
             )
             for rank, held in enumerate(self.theirs)
         ]
-        return wires[:sources], [End(*end) for end in zip(inboxes, wires[sources:], strict=True)]
+        return bridges[:sources], [End(*end) for end in zip(inboxes, bridges[sources:], strict=True)]
 
     def hold(self, version: Version, name: str = "rollout-0") -> None:
         for outbox in self.outboxes:
             outbox.hold(version, name)
 
-    def carry(self, manifest: Manifest, wires: list[Wire], inboxes: list[End]) -> list[dict[str, torch.Tensor]]:
-        self.hold(manifest.version, wires[0].link.name)
+    def carry(self, manifest: Manifest, bridges: list[Bridge], inboxes: list[End]) -> list[dict[str, torch.Tensor]]:
+        self.hold(manifest.version, bridges[0].link.name)
         sends = [
-            lambda outbox=outbox, wire=wire: outbox.send(manifest.version, wire)
-            for outbox, wire in zip(self.outboxes, wires, strict=True)
+            lambda outbox=outbox, bridge=bridge: outbox.send(manifest.version, bridge)
+            for outbox, bridge in zip(self.outboxes, bridges, strict=True)
         ]
         *_, got = self.together([*sends, lambda: self.together([lambda i=i: i.receive(manifest) for i in inboxes])])
         for outbox in self.outboxes:
-            outbox.drop(wires[0].link.name)
+            outbox.drop(bridges[0].link.name)
         return got
 
     def together(self, calls: list[Callable[[], T]]) -> list[Any]:
         return [future.result(60) for future in [self.pool.submit(call) for call in calls]]
 
     def close(self) -> None:
-        for wire in self.wires:
-            wire.abort("the test is over")
+        for bridge in self.bridges:
+            bridge.abort("the test is over")
         self.pool.shutdown()
 
 
@@ -160,9 +158,9 @@ def assert_parts(bench: Bench, got: list[dict[str, torch.Tensor]], seed: int) ->
 def test_each_engine_rank_gets_its_slice_of_every_version(bench: Open, trainer: Parallel, engine: Parallel) -> None:
     there = bench(trainer, engine)
     manifest = there.publish(V1, 1)
-    wires, inboxes = there.join()
-    assert_parts(there, there.carry(manifest, wires, inboxes), 1)
-    assert_parts(there, there.carry(there.publish(V2, 2), wires, inboxes), 2)
+    bridges, inboxes = there.join()
+    assert_parts(there, there.carry(manifest, bridges, inboxes), 1)
+    assert_parts(there, there.carry(there.publish(V2, 2), bridges, inboxes), 2)
 
 
 def test_the_manifest_lists_whole_tensors_and_a_digest_a_bucket(bench: Open) -> None:
@@ -182,12 +180,12 @@ def test_two_engines_are_sent_the_same_version_each_at_its_own_time(bench: Open)
 def test_a_bucket_that_was_altered_on_its_way_is_named_and_nothing_is_given(bench: Open) -> None:
     there = bench()
     manifest = there.publish(V1, 1)
-    wires, inboxes = there.join()
+    bridges, inboxes = there.join()
     there.outboxes[0]._sets[0].buckets[3][5] ^= 1
     with pytest.raises(
         CarrierError, match=rf"version 1\.1, bucket 3 of .*expected digest {manifest.digests[3]}, found"
     ):
-        there.carry(manifest, wires, inboxes)
+        there.carry(manifest, bridges, inboxes)
 
 
 def test_a_version_of_another_plan_carrier_or_number_of_buckets_is_refused_before_anything_moves(bench: Open) -> None:
@@ -206,7 +204,7 @@ def test_of_two_versions_published_while_one_travels_the_older_is_skipped_and_co
     there = bench()
     (outbox,) = there.outboxes
     first = there.publish(V1, 1)
-    wires, inboxes = there.join()
+    bridges, inboxes = there.join()
     there.hold(V1)
     there.publish(V2, 2)
     one = outbox.nbytes
@@ -215,8 +213,8 @@ def test_of_two_versions_published_while_one_travels_the_older_is_skipped_and_co
     assert outbox.nbytes == one  # two sets, however many versions were published
     with pytest.raises(VersionGone, match=r"1\.2 is not .*there is 1\.1, 1\.3"):
         there.hold(V2)
-    assert_parts(there, there.carry(first, wires, inboxes), 1)  # as it was, though newer ones lie beside it
-    assert_parts(there, there.carry(third, wires, inboxes), 3)
+    assert_parts(there, there.carry(first, bridges, inboxes), 1)  # as it was, though newer ones lie beside it
+    assert_parts(there, there.carry(third, bridges, inboxes), 3)
     there.publish(V4, 4)
     assert outbox.skipped == 1
 
@@ -263,23 +261,23 @@ def test_a_version_cannot_be_held_while_another_is_written_over_it(bench: Open) 
 def test_a_version_is_sent_only_while_it_is_held(bench: Open) -> None:
     there = bench()
     there.publish(V1, 1)
-    wires, _ = there.join()
+    bridges, _ = there.join()
     with pytest.raises(CarrierError, match=r"not held for rollout-0"):
-        there.outboxes[0].send(V1, wires[0])
+        there.outboxes[0].send(V1, bridges[0])
 
 
 def test_an_engine_that_ends_in_mid_transfer_is_named_and_others_get_the_version(bench: Open) -> None:
     there = bench(Parallel(dp=2), bucket_bytes=5000)
     manifest = there.publish(V1, 1)
-    wires, inboxes = there.join("rollout-0", deadline_s=0.7)
+    bridges, inboxes = there.join("rollout-0", deadline_s=0.7)
     there.hold(V1, "rollout-0")
-    there.wires[-1].abort("killed")
-    for outbox, wire in zip(there.outboxes, wires, strict=True):
+    there.bridges[-1].abort("killed")
+    for outbox, bridge in zip(there.outboxes, bridges, strict=True):
         with pytest.raises((WorkerDied, DeadlineExceeded), match=r"rank 0 of rollout-0"):
-            outbox.send(V1, wire)
-        wire.abort("its engine is gone")
+            outbox.send(V1, bridge)
+        bridge.abort("its engine is gone")
         with pytest.raises(WorkerDied, match=r"'rollout-0' died: its link was broken: its engine is gone"):
-            outbox.send(V1, wire)
+            outbox.send(V1, bridge)
     with pytest.raises(WorkerDied, match="killed"):
         inboxes[0].receive(manifest)
     assert_parts(there, there.carry(manifest, *there.join("rollout-1")), 1)
@@ -288,9 +286,9 @@ def test_an_engine_that_ends_in_mid_transfer_is_named_and_others_get_the_version
 def test_a_trainer_rank_that_is_silent_is_named_within_the_deadline(bench: Open) -> None:
     there = bench(Parallel(dp=2))
     manifest = there.publish(V1, 1)
-    wires, (inbox,) = there.join(deadline_s=0.5)
+    bridges, (inbox,) = there.join(deadline_s=0.5)
     there.hold(V1)
-    sending = there.pool.submit(there.outboxes[0].send, V1, wires[0])
+    sending = there.pool.submit(there.outboxes[0].send, V1, bridges[0])
     with pytest.raises(DeadlineExceeded, match=r"rank 1 of the trainer to take part"):
         inbox.receive(manifest)
     there.close()
@@ -301,9 +299,9 @@ def test_a_trainer_rank_that_is_silent_is_named_within_the_deadline(bench: Open)
 def test_ranks_that_do_not_join_end_the_wait_by_name(tmp_path: Path) -> None:
     link = Link("rollout-3", 1, f"file://{tmp_path}/meeting")
     with pytest.raises(DeadlineExceeded, match=r"rollout-3 waited 0\.5 s for the other ranks"):
-        open_wire(link, [], rank=0, sources=1, targets=1, device=CPU, deadline_s=9.0, join_s=0.5)
+        open_bridge(link, [], rank=0, sources=1, targets=1, device=CPU, deadline_s=9.0, join_s=0.5)
 
 
 def test_a_link_that_is_not_a_file_is_refused() -> None:
     with pytest.raises(ConfigError, match="must be a file"):
-        open_wire(Link("a", 1, "tcp://h:1"), [], rank=0, sources=1, targets=1, device=CPU, deadline_s=0.5)
+        open_bridge(Link("a", 1, "tcp://h:1"), [], rank=0, sources=1, targets=1, device=CPU, deadline_s=0.5)

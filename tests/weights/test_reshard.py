@@ -12,7 +12,7 @@ from contraflow.config import Parallel
 from contraflow.errors import CarrierError, ConfigError
 from contraflow.model.families import ModelConfig
 from contraflow.parallel.layout import place
-from contraflow.parallel.pieces import Piece, at, dtypes, pieces, served, shapes, take
+from contraflow.parallel.pieces import Piece, at, dtypes, served, shapes, take, trained
 from contraflow.weights.reshard import ALIGNMENT, Plan, plan
 
 MOE = ModelConfig(
@@ -39,10 +39,7 @@ def engines(draw: st.DrawFn) -> Parallel:
 
 
 def parts(trainer: Parallel, engine: Parallel) -> tuple[Parts, Parts]:
-    return (
-        [pieces(MOE, trainer, place(rank, trainer), WHOLE) for rank in range(trainer.ranks)],
-        [served(MOE, engine, place(rank, engine), WHOLE) for rank in range(engine.ranks)],
-    )
+    return trained(MOE, trainer), served(MOE, engine)
 
 
 def planned(trainer: Parallel, engine: Parallel, bucket_bytes: int) -> Plan:

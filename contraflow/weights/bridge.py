@@ -38,7 +38,7 @@ class Link(msgspec.Struct, frozen=True):
         return f"{self.name}/{self.number}"
 
 
-class Wire:
+class Bridge:
     """This rank's end. Ranks are numbered through: the trainer's first, then the engine's.
 
     Belongs to one thread at a time; `abort` may be called from any. After a failure it is of no more use.
@@ -60,11 +60,11 @@ class Wire:
         self._all = next(iter(groups))
         self.broken = ""
 
-    def send(self, data_B: Tensor, source: int, targets: Sequence[int], *, tag: int) -> "Flight":
+    def send(self, data_B: Tensor, source: int, targets: Sequence[int], *, tag: int) -> "Message":
         """Begin to send to engine ranks; `data_B` must stand still until it is through."""
         return self._begin(data_B, source, targets, tag, sending=True)
 
-    def receive(self, data_B: Tensor, source: int, targets: Sequence[int], *, tag: int) -> "Flight":
+    def receive(self, data_B: Tensor, source: int, targets: Sequence[int], *, tag: int) -> "Message":
         """Begin to receive what trainer rank `source` sends to `targets`, of which this rank is one."""
         return self._begin(data_B, source, targets, tag, sending=False)
 
@@ -82,7 +82,7 @@ class Wire:
             return f"rank {rank} of the trainer"
         return f"rank {rank - self._sources} of {self.link.name}"
 
-    def _begin(self, data_B: Tensor, source: int, targets: Sequence[int], tag: int, *, sending: bool) -> "Flight":
+    def _begin(self, data_B: Tensor, source: int, targets: Sequence[int], tag: int, *, sending: bool) -> "Message":
         if self.broken:
             raise WorkerDied(self.link.name, f"its link was broken: {self.broken}")
         engine = tuple(self._sources + target for target in targets)
@@ -95,20 +95,20 @@ class Wire:
             else:
                 work = self._groups[self._all].recv([data_B], source, tag)
         except RuntimeError as fault:
-            raise Flight(self, others, None).fallen(fault) from fault
-        return Flight(self, others, work)
+            raise Message(self, others, None).fallen(fault) from fault
+        return Message(self, others, work)
 
 
-class Flight:
+class Message:
     """One message under way, with the other ranks it is from or for."""
 
-    def __init__(self, wire: Wire, others: Sequence[int], work: Any) -> None:
-        self._wire, self._others, self._work = wire, others, work
+    def __init__(self, bridge: Bridge, others: Sequence[int], work: Any) -> None:
+        self._bridge, self._others, self._work = bridge, others, work
         self._landed = False  # gloo would wait for a second message
 
     def order(self) -> None:
         """What is computed next sees the message through: on a GPU this stream waits and not the host."""
-        if self._wire.device.type == "cuda":
+        if self._bridge.device.type == "cuda":
             self._work.wait()
         else:
             self.land()
@@ -118,21 +118,21 @@ class Flight:
         if self._landed:
             return
         try:
-            self._work.wait(timedelta(seconds=self._wire.deadline_s))
+            self._work.wait(timedelta(seconds=self._bridge.deadline_s))
         except RuntimeError as fault:
             raise self.fallen(fault) from fault
         self._landed = True
 
     def fallen(self, fault: RuntimeError) -> WorkerDied | DeadlineExceeded:
         """The error of a message that is not through."""
-        wire, names = self._wire, ", ".join(self._wire.name(rank) for rank in self._others)
+        bridge, names = self._bridge, ", ".join(self._bridge.name(rank) for rank in self._others)
         first = str(fault).strip().splitlines()[0][:200]
         if "timed out" in first.lower() or "timeout" in first.lower():
-            return DeadlineExceeded(wire.name(wire.rank), f"{names} to take part in a transfer", wire.deadline_s)
-        return WorkerDied(wire.link.name, f"{names} did not take part in a transfer: its connection broke ({first})")
+            return DeadlineExceeded(bridge.name(bridge.rank), f"{names} to take part in a transfer", bridge.deadline_s)
+        return WorkerDied(bridge.link.name, f"{names} did not take part in a transfer: its connection broke ({first})")
 
 
-def open_wire(
+def open_bridge(
     link: Link,
     circles: Sequence[tuple[int, tuple[int, ...]]],
     *,
@@ -142,7 +142,7 @@ def open_wire(
     device: torch.device,
     deadline_s: float,
     join_s: float = JOIN_S,
-) -> Wire:
+) -> Bridge:
     """Meet the other ranks. `circles`: a source and the targets of what it sends to several at once, the same on all.
 
     `rank` counts through; `deadline_s` bounds each message. Collective. Raises DeadlineExceeded when the others do not
@@ -165,7 +165,7 @@ def open_wire(
         raise DeadlineExceeded(
             f"rank {rank} of the link to {link.name}", f"the other ranks to join it ({first})", join_s
         ) from fault
-    return Wire(link, groups, rank=rank, sources=sources, device=device, deadline_s=deadline_s)
+    return Bridge(link, groups, rank=rank, sources=sources, device=device, deadline_s=deadline_s)
 
 
 def _group(store: Store, rank: int, size: int, device: torch.device, join_s: float) -> Any:
