@@ -6,6 +6,7 @@ as it is, and `told` says so. Does not know what a pass computes.
 """
 
 import functools
+import gc
 from collections.abc import Callable
 
 import torch
@@ -75,9 +76,16 @@ class Capture:
 
     def __call__(self, call: Replay) -> Replay:
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may allocate meanwhile: only this one is bound to what a capture forbids.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            call()
+        # Garbage that is collected in the middle may free device memory, and that breaks a capture off. Other threads of
+        # the process may allocate meanwhile: only this one is bound to what a capture forbids.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                call()
+        finally:
+            if collecting:
+                gc.enable()
         return graph.replay
 
     def free(self) -> int:
