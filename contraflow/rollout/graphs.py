@@ -76,8 +76,8 @@ class Capture:
 
     def __call__(self, call: Replay) -> Replay:
         graph = torch.cuda.CUDAGraph()
-        # Garbage that is collected in the middle may free device memory, and that breaks a capture off. Other threads of
-        # the process may allocate meanwhile: only this one is bound to what a capture forbids.
+        # Garbage that is collected in the middle may free device memory, and that breaks a capture off. Other threads
+        # of the process may allocate meanwhile: only this one is bound to what a capture forbids.
         collecting = gc.isenabled()
         gc.disable()
         try:
