@@ -36,11 +36,19 @@ class Reply:
     events: AsyncGenerator[Any, None] | None = field(default=None, compare=False)
 
 
-class HttpServer:
-    """Listens on one address while it is open."""
+Tamper = Callable[[str, Any], Any]  # given a path, and what would be answered: what is answered
 
-    def __init__(self, handle: Callable[[Ask], Awaitable[Reply]]) -> None:
-        self._handle = handle
+
+def as_it_is(path: str, answer: Any) -> Any:
+    """The `Tamper` of an honest server."""
+    return answer
+
+
+class HttpServer:
+    """Listens on one address while it is open. `tamper` alters answers, each event of a stream by itself."""
+
+    def __init__(self, handle: Callable[[Ask], Awaitable[Reply]], tamper: Tamper = as_it_is) -> None:
+        self._handle, self.tamper = handle, tamper
         self._server: asyncio.Server | None = None
         self._serving: set[asyncio.Task[None]] = set()
 
@@ -92,12 +100,14 @@ class HttpServer:
         )
         writer.write(protocol.send(head) or b"")
         if reply.events is None:
-            data = b"" if reply.body is None else json.dumps(reply.body).encode()
+            body = self.tamper(ask.path, reply.body)
+            data = b"" if body is None else json.dumps(body).encode()
             writer.write(protocol.send(h11.Data(data=data)) or b"")
         else:
             async with aclosing(reply.events) as events:
                 async for event in events:
-                    writer.write(protocol.send(h11.Data(data=b"data: " + json.dumps(event).encode() + b"\n\n")) or b"")
+                    said = json.dumps(self.tamper(ask.path, event)).encode()
+                    writer.write(protocol.send(h11.Data(data=b"data: " + said + b"\n\n")) or b"")
                     await writer.drain()
             writer.write(protocol.send(h11.Data(data=b"data: [DONE]\n\n")) or b"")
         writer.write(protocol.send(h11.EndOfMessage()) or b"")

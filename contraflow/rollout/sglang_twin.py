@@ -10,8 +10,7 @@ import asyncio
 import base64
 import sys
 import time
-from collections.abc import AsyncGenerator, Callable, Set
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Set
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,9 @@ import numpy as np
 from contraflow.config import Engine as EngineSection
 from contraflow.errors import ContraflowError, EngineError
 from contraflow.model.folder import load_folder
-from contraflow.rollout.http_server import Ask, HttpServer, Reply
-from contraflow.rollout.native import NativeEngine
-from contraflow.types import Completion, Int32, Request, Routes, StopReason, Version
-from contraflow.weights.probe import make_probe, probe_logprobs, probe_prompts
-
-Tamper = Callable[[str, Any], Any]  # given a path, and what it would answer: what it does answer
+from contraflow.rollout.http_server import Ask, HttpServer, Reply, Tamper, as_it_is
+from contraflow.rollout.twin import TwinModel
+from contraflow.types import Completion, Int32, Routes, StopReason
 
 # What each call may hold; of the first group everything must be there.
 _GENERATE = {"input_ids", "sampling_params", "return_logprob", "extra_key", "stream"}
@@ -48,59 +44,48 @@ class SglangTwin:
         eos: tuple[int, ...] = (),
         incremental: bool = True,
         raw_logprobs: bool = False,
-        tamper: Tamper = lambda path, answer: answer,
+        tamper: Tamper = as_it_is,
     ) -> None:
         """`info` changes what /server_info says. `eos` end a sequence unasked, unless told to be ignored.
 
         `incremental`: events hold new tokens only. `raw_logprobs`: report those of temperature 1, as a server does for
-        which SGLANG_RETURN_ORIGINAL_LOGPROB is set. `tamper` alters answers, each event of a stream by itself.
+        which SGLANG_RETURN_ORIGINAL_LOGPROB is set.
         """
-        self._decoder = load_folder(folder)
         section = EngineSection(context_tokens=context_tokens, routes=True)
-        self._engine = NativeEngine(
-            self._decoder, section, clock=time.perf_counter, stepping="inline", version=Version(0, 0)
-        )
-        self._key, self._eos, self._incremental, self._raw, self._tamper = key, eos, incremental, raw_logprobs, tamper
+        self.model = TwinModel(folder, section, clock=time.perf_counter, raw_logprobs=raw_logprobs)
+        self._key, self._eos, self._incremental = key, eos, incremental
         self._info: dict[str, Any] = {"version": "0.5.21", "max_req_input_len": context_tokens, "weight_version": ""}
         self._info |= {"disaggregation_mode": "null", "speculative_algorithm": None, "enable_eplb": False}
         self._info |= {"disable_radix_cache": False, "enable_return_routed_experts": True, **(info or {})}
-        self._stamp, self._loads, self._served = "default", 0, 0
+        self._stamp = "default"
         self._running = asyncio.Event()
         self._running.set()
         self._idle = asyncio.Condition()
         self._flying: dict[str, bool] = {}  # request id, and whether it is to be aborted
         self._tasks: set[asyncio.Task[None]] = set()
-        self._http = HttpServer(self._handle)
+        self.http = HttpServer(self._handle, tamper)
 
     async def open(self, socket: Path | None = None) -> str:
         """Begin to serve; the address."""
-        return await self._http.open(socket)
+        return await self.http.open(socket)
 
     async def close(self) -> None:
         """End as a process does that is killed: everybody is hung up on."""
-        await self._http.close()
+        await self.http.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._engine.close()
+        await self.model.close()
 
     async def _handle(self, ask: Ask) -> Reply:
         if self._key and ask.headers.get("authorization") != f"Bearer {self._key}":
             return Reply(401, {"error": "Unauthorized"})
         try:
-            reply = await self._routed(ask)
+            return await self._routed(ask)
         except (KeyError, TypeError, ValueError, EngineError) as fault:
             return Reply(400, {"error": {"message": str(fault)}})
         except ContraflowError as fault:
-            reply = Reply(400, {"success": False, "message": str(fault), "num_paused_requests": 0})
-        if reply.events is not None:
-            return Reply(reply.status, events=self._tampered(ask.path, reply.events))
-        return Reply(reply.status, self._tamper(ask.path, reply.body))
-
-    async def _tampered(self, path: str, events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-        async with aclosing(events):
-            async for event in events:
-                yield self._tamper(path, event)
+            return Reply(400, {"success": False, "message": str(fault), "num_paused_requests": 0})
 
     async def _routed(self, ask: Ask) -> Reply:
         body = ask.body if isinstance(ask.body, dict) else {}
@@ -140,14 +125,10 @@ class SglangTwin:
             self._flying[rid] |= rid.startswith(beginning)
 
     async def _load(self, body: dict[str, Any]) -> Reply:
-        """Through the engine's own swap, proven by what the fresh weights themselves give."""
         _only(body, _LOAD)
         if body["flush_cache"] or body["abort_all_requests"]:
             raise ValueError("the twin keeps its cache and its requests")
-        fresh = load_folder(Path(body["model_path"]))
-        self._loads += 1
-        probe = make_probe(fresh, probe_prompts(fresh.config.vocab, prompts=1, tokens=4, seed=0), 1e-3)
-        await self._engine.swap(Version(0, self._loads), dict(fresh.state_dict()), probe)
+        await self.model.load(load_folder(Path(body["model_path"])))
         self._stamp = body["weight_version"]
         return Reply(body={"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
 
@@ -161,8 +142,8 @@ class SglangTwin:
         await self._running.wait()
         if body["stream"]:
             return Reply(events=self._stream(prompt, body))
-        (scores,) = probe_logprobs(self._decoder, [prompt])
-        pairs = [[score, token, None] for score, token in zip([None, *scores.tolist()], prompt.tolist(), strict=True)]
+        scores = [None, *self.model.score(prompt).tolist()]
+        pairs = [[score, token, None] for score, token in zip(scores, prompt.tolist(), strict=True)]
         meta = {"completion_tokens": 1, "weight_version": self._stamp, "input_token_logprobs": pairs}
         return Reply(body={"output_ids": [0], "meta_info": meta | {"finish_reason": {"type": "length", "length": 1}}})
 
@@ -176,8 +157,8 @@ class SglangTwin:
             yield event
 
     async def _work(self, prompt: Int32, body: dict[str, Any], events: "asyncio.Queue[Any]") -> None:
-        """Token by token, each a request of its own: the noise is a function of seed and position."""
         rid, params, pairs, reason = body["rid"], body["sampling_params"], list[Any](), None
+        seed, temperature = params["sampling_seed"], params["temperature"]
         stops = () if params["ignore_eos"] else (*params["stop_token_ids"], *self._eos)
         self._flying[rid] = False
         try:
@@ -186,10 +167,10 @@ class SglangTwin:
                 if self._flying[rid]:
                     reason = {"type": "abort", "message": "Abort in decoding"}
                 else:
-                    answer = await self._one(prompt, params, stops)
+                    answer = await self.model.next(prompt, seed=seed, temperature=temperature, stops=stops)
                     prompt, routes = np.concatenate([prompt, answer.tokens]), answer.routes
-                    scores = self._scores(answer, prompt)
-                    new = [[score, token, None] for score, token in zip(scores, answer.tokens.tolist(), strict=True)]
+                    given = zip(answer.logprobs.tolist(), answer.tokens.tolist(), strict=True)
+                    new = [[score, token, None] for score, token in given]
                     pairs += new
                     reason = _reason(answer, len(pairs), params["max_new_tokens"])
                 shown = new if self._incremental else list(pairs)
@@ -206,26 +187,9 @@ class SglangTwin:
             async with self._idle:
                 self._idle.notify_all()
 
-    async def _one(self, whole: Int32, params: dict[str, Any], stops: tuple[int, ...]) -> Completion:
-        self._served += 1
-        request = Request(
-            id=str(self._served),
-            prompt=whole,
-            seed=params["sampling_seed"],
-            max_new_tokens=1,
-            temperature=params["temperature"],
-            stop_tokens=stops,
-            want_routes=True,
-        )
-        return await self._engine.generate(request)
-
-    def _scores(self, answer: Completion, whole: Int32) -> list[float]:
-        given = probe_logprobs(self._decoder, [whole])[0][-1:] if self._raw else answer.logprobs
-        return [float(value) for value in given]
-
     def _experts(self, routes: Routes) -> str:
         """As SGLang's buffer has them: int32, a row for every layer, those without experts left at 0."""
-        config = self._decoder.config
+        config = self.model.config
         rows = np.zeros((len(routes), config.layers, config.top_k), "<i4")
         rows[:, list(config.moe_layers)] = routes
         return base64.b64encode(rows.tobytes()).decode()

@@ -317,7 +317,7 @@ Opened = tuple[Engine, Expected | None, Pupil | None]  # what weights it can tak
 
 
 def _open_served(section: config.Engine, folder: Path, run_folder: Path, host: Host) -> Opened:
-    from contraflow.rollout.serve import open_served
+    from contraflow.rollout.open_served import open_served
 
     return *open_served(section, folder, run_folder, host), None
 

@@ -24,8 +24,8 @@ from contraflow.model.families import ModelConfig
 from contraflow.rollout.engine import Engine
 from contraflow.rollout.native import NativeEngine
 from contraflow.rollout.scripted import ScriptedEngine
-from contraflow.rollout.served_twin import VllmTwin
 from contraflow.rollout.sglang_twin import SglangTwin
+from contraflow.rollout.vllm_twin import VllmTwin
 from contraflow.types import Probe, Request, Span, StopReason, Version
 from contraflow.weights.probe import make_probe, probe_prompts
 from tests.rollout.gangs import Gang, Spec

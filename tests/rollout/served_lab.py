@@ -22,13 +22,13 @@ from contraflow.rollout import vllm
 from contraflow.rollout.dialect import Dialect
 from contraflow.rollout.fleet import Server
 from contraflow.rollout.http import HttpClient
-from contraflow.rollout.serve import PACKAGE
+from contraflow.rollout.open_served import PACKAGE
 from contraflow.rollout.served import ServedEngine
-from contraflow.rollout.served_twin import VllmTwin
 from contraflow.rollout.servers import Attached
 from contraflow.rollout.sglang import Sglang
 from contraflow.rollout.sglang_twin import SglangTwin
 from contraflow.rollout.vllm import Vllm
+from contraflow.rollout.vllm_twin import VllmTwin
 from contraflow.types import Version
 
 VLLM_PYTHON = "CONTRAFLOW_VLLM_PYTHON"  # names the interpreter of an environment that has vLLM

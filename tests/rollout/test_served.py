@@ -21,7 +21,8 @@ from contraflow.model.families import ModelConfig
 from contraflow.rollout import vllm
 from contraflow.rollout.fleet import choose
 from contraflow.rollout.served import ServedEngine
-from contraflow.rollout.served_twin import VllmTwin
+from contraflow.rollout.twin import TwinModel
+from contraflow.rollout.vllm_twin import VllmTwin
 from contraflow.types import Completion, Int32, Probe, Request, Span, StopReason, Version
 from contraflow.weights.probe import make_probe, probe_prompts
 from tests.rollout.served_lab import Twins, over_twins, served_section
@@ -193,7 +194,7 @@ def test_a_server_that_dies_in_mid_refresh_is_brought_to_the_new_weights(tmp_pat
 
             twin = twins.processes[0].twin
             assert twin is not None
-            twin._tamper = Once("/pause", die)
+            twin.http.tamper = Once("/pause", die)
             flying = asyncio.create_task(twins.engine.generate(ask("b", new=200)))
             await tokens_flow(twins.engine, 5)
             await twins.engine.swap(V2, *release(7))
@@ -205,22 +206,22 @@ def test_a_server_that_dies_in_mid_refresh_is_brought_to_the_new_weights(tmp_pat
     run(body)
 
 
-def crooked(bad: Callable[[int], bool]) -> type[VllmTwin]:
-    """Twins that answer 200 to load number n and load wrongly if `bad(n)`: as vLLM reloads a mixture on CPU."""
+def crooked(bad: Callable[[int], bool]) -> type[TwinModel]:
+    """For twins that answer 200 to load number n and load wrongly if `bad(n)`: as vLLM reloads a mixture on CPU."""
 
-    class Crooked(VllmTwin):
-        async def _load(self, fresh: Decoder) -> None:
+    class Crooked(TwinModel):
+        async def load(self, fresh: Decoder) -> None:
             if bad(self._loads):
                 with torch.no_grad():
                     fresh.get_parameter("layers.0.mlp.gate_up").mul_(-1)
-            await super()._load(fresh)
+            await super().load(fresh)
 
     return Crooked
 
 
 def test_a_reload_that_answers_200_and_is_wrong_is_caught_and_undone(tmp_path: Path) -> None:
     async def body() -> None:
-        async with opened(tmp_path, kind=crooked(lambda load: load == 2)) as twins:
+        async with opened(tmp_path, behind=crooked(lambda load: load == 2)) as twins:
             await twins.engine.swap(V2, *release(6))
             before = (await twins.engine.generate(ask(new=30))).tokens.tolist()
             with pytest.raises(CarrierError, match="the probe failed"):
@@ -239,7 +240,7 @@ def test_a_server_that_cannot_be_proven_again_is_started_anew_and_then_given_up(
     async def body() -> None:
         told = list[str]()
         spoilt = False
-        async with opened(tmp_path, kind=crooked(lambda load: spoilt), on_broken=told.append) as twins:
+        async with opened(tmp_path, behind=crooked(lambda load: spoilt), on_broken=told.append) as twins:
             await twins.engine.swap(V2, *release(7))
             spoilt = True
             with pytest.raises(CarrierError, match="the probe failed"):
@@ -358,15 +359,13 @@ def test_a_server_that_never_answers_right_costs_the_request_and_then_itself(tmp
     run(body)
 
 
-class Mute(VllmTwin):
-    """Takes requests and says nothing more after a few tokens."""
+class Mute(TwinModel):
+    """Says nothing more after a few tokens."""
 
-    mute = True
-
-    async def _one(self, prompt: Int32, sampling: dict[str, Any]) -> Completion:
-        if self.mute and len(prompt) > 6:
+    async def next(self, prompt: Int32, **sampling: Any) -> Completion:
+        if len(prompt) > 6:
             await asyncio.Event().wait()
-        return await super()._one(prompt, sampling)
+        return await super().next(prompt, **sampling)
 
 
 def test_a_server_that_falls_silent_is_named_after_its_deadline(tmp_path: Path) -> None:
@@ -374,7 +373,7 @@ def test_a_server_that_falls_silent_is_named_after_its_deadline(tmp_path: Path) 
         section = served_section()
         server = section.server.model_copy(update={"request_deadline_s": 0.2})
         section = section.model_copy(update={"server": server})
-        async with opened(tmp_path, kind=Mute, section=section) as twins:
+        async with opened(tmp_path, behind=Mute, section=section) as twins:
             with pytest.raises(ServerError, match=r"late: .*silent for 0.2 s") as caught:
                 await twins.engine.generate(ask())
             assert twins.processes[0].socket.name in caught.value.server
@@ -487,8 +486,8 @@ def test_a_crowd_over_two_servers_outlives_the_death_of_one_and_groups_stay_toge
             first, second = (process.twin for process in twins.processes)
             assert first is not None
             assert second is not None
-            assert first._served
-            assert second._served
+            assert first.model.given
+            assert second.model.given
             await first.close()
             answers = await asyncio.gather(*tasks)
             assert [answer.tokens.tolist() for answer in answers] == calm

@@ -20,8 +20,8 @@ from contraflow.model.decoder import new_decoder
 from contraflow.model.folder import load_folder
 from contraflow.rollout.fleet import Server
 from contraflow.rollout.http import HttpClient
+from contraflow.rollout.open_served import PACKAGE, key_of, open_servers
 from contraflow.rollout.release import Releases
-from contraflow.rollout.serve import PACKAGE, key_of, open_servers
 from contraflow.rollout.served import ServedEngine
 from contraflow.rollout.servers import Attached, Started
 from contraflow.rollout.vllm import Vllm, command, environment
@@ -62,7 +62,7 @@ def gone(pid: int, within_s: float = 10.0) -> bool:
 
 def twin_process(folder: Path, place: Path) -> Started:
     url = f"unix:{place}/sock/s"
-    words = (sys.executable, "-m", "contraflow.rollout.served_twin", str(folder), f"{place}/sock/s", "256")
+    words = (sys.executable, "-m", "contraflow.rollout.vllm_twin", str(folder), f"{place}/sock/s", "256")
     return Started(url, words, environment(os.environ, PACKAGE, ""), place / "logs/0.log", deadline_s=30.0)
 
 

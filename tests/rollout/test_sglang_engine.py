@@ -17,7 +17,7 @@ from contraflow.model.families import ModelConfig
 from contraflow.rollout.engine import Engine
 from contraflow.rollout.http_server import Reply
 from contraflow.rollout.native import NativeEngine
-from contraflow.rollout.serve import open_servers
+from contraflow.rollout.open_served import open_servers
 from contraflow.rollout.sglang import Sglang
 from contraflow.rollout.sglang_twin import SglangTwin
 from contraflow.types import Probe, Request, Span, StopReason, Version

@@ -10,7 +10,7 @@ import numpy as np
 
 from contraflow import config
 from contraflow.model.folder import load_folder
-from contraflow.rollout.served_twin import VllmTwin
+from contraflow.rollout.vllm_twin import VllmTwin
 from contraflow.weights.probe import probe_logprobs
 from tests.rollout.test_worker_native import model, play, routes_of
 
