@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,9 @@ from bench.train_gpu import TINY, Variant, random_batch, random_spread
 from contraflow import config
 from contraflow.model.decoder import Decoder
 from contraflow.model.folder import load_folder
+from contraflow.restoring import find_cut
 from contraflow.telemetry import Account
+from contraflow.train.checkpoint import export
 from contraflow.train.forward import Fed, Scored
 from contraflow.train.optimizer import Optimizer
 from contraflow.train.update import Updater
@@ -87,8 +90,12 @@ def shipped(rate: float, _: argparse.Namespace) -> Iterator[tuple[Weights, Weigh
         command += ["run", RECIPE, "--folder", f"{folder}/run", *sets]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         for step in range(WARM, STEPS + 1):
-            (cut,) = Path(folder, "run", "checkpoints").glob(f"line-*-step-{step}")
-            yield tuple(load_folder(cut / "model", dtype=kind).state_dict() for kind in (torch.float32, torch.bfloat16))
+            space, manifest = find_cut(
+                f"{folder}/run/checkpoints/line-0-step-{step}", clock=time.monotonic, pause=Event().wait
+            )
+            export(space, manifest.id.name, Path(folder, "model"))
+            kinds = (torch.float32, torch.bfloat16)
+            yield tuple(load_folder(Path(folder, "model"), dtype=kind).state_dict() for kind in kinds)
 
 
 def random_one(rate: float, options: argparse.Namespace) -> Iterator[tuple[Weights, Weights]]:

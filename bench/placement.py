@@ -34,7 +34,6 @@ from contraflow.model.builtin import model_folder
 from contraflow.model.folder import load_folder
 from contraflow.model.router import RouterTape
 from contraflow.model.tokenizer import Tokenizer
-from contraflow.train.checkpoint import latest
 from contraflow.view.charts import curves, heat
 
 MODEL, RECIPE, TASKS = "builtin:tiny-moe", Path("recipes/tiny_cpu.toml"), 1024
@@ -63,10 +62,7 @@ def recorded(loads_ME: Tensor, seeds: int, run: Path | None) -> Iterable[dict[st
     folder, noise = model_folder(MODEL), torch.Generator().manual_seed(0)
     later = {"other tasks": [routed(folder, TASKS)], "drift": [drifted(loads_ME, noise) for _ in range(seeds)]}
     if run is not None:
-        cut = latest(run / "checkpoints")
-        if cut is None:
-            raise SystemExit(f"{run} holds no checkpoint")
-        later["after the run"] = [routed(cut / "model", 0)]
+        later["after the run"] = [routed(run / "model", 0)]
     for ranks in (2, 4, 8):
         yield {
             "loads": "recorded",

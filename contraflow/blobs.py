@@ -5,6 +5,8 @@ nothing. Does not cache, lock or list folders; S3 credentials, region and endpoi
 (AWS_ENDPOINT_URL with AWS_ALLOW_HTTP=true for a plain-HTTP store).
 """
 
+import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -58,6 +60,36 @@ class Blobs:
         with self._naming("list", prefix):
             return sorted(entry["path"] for page in obstore.list(self._store, prefix=prefix) for entry in page)
 
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """Bytes of every blob below `prefix`, by key; prefixes as for `list`."""
+        with self._naming("list", prefix):
+            return {e["path"]: e["size"] for page in obstore.list(self._store, prefix=prefix) for e in page}
+
+    def sync(self, keys: Sequence[str]) -> None:
+        """Make written blobs outlast a power loss. S3 has by then answered that they do; a folder's files are synced,
+        and so are the folders that name them."""
+        if not isinstance(self._store, LocalStore):
+            return
+        root = Path(self.url).absolute()
+        files = [root / key for key in keys]
+        above = {parent for file in files for parent in file.parents if parent == root or root in parent.parents}
+        with self._naming("sync", f"{len(keys)} keys"):
+            for path in [*files, *sorted(above, reverse=True)]:
+                _sync(path)
+
+    def clear(self, prefix: str) -> None:
+        """Delete all below `prefix`, in a folder also what writers that were killed left half written."""
+        if isinstance(self._store, LocalStore):
+            with self._naming("clear", prefix):
+                shutil.rmtree(self._inside(prefix), onerror=_unless_gone)
+        else:
+            self.delete(self.list(prefix))
+
+    def _inside(self, prefix: str) -> Path:
+        if not prefix or any(part in ("", ".", "..") for part in prefix.split("/")):
+            raise ValueError(f"prefix {prefix!r} must name something below the folder")
+        return Path(self.url).absolute() / prefix
+
     def delete(self, keys: Sequence[str]) -> None:
         """Delete these keys; one that is not there is no error."""
         try:
@@ -105,6 +137,19 @@ def open_blobs(url: str, *, retry_s: float = 30.0) -> Blobs:
     if not bucket:
         raise ConfigError(f"blob url {url!r} names no bucket; write s3://bucket/prefix")
     return Blobs(_bucket(bucket, prefix.strip("/"), retry_s), url)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _unless_gone(_call: object, _path: str, failure: tuple[type[BaseException], BaseException, object]) -> None:
+    if not isinstance(failure[1], FileNotFoundError):
+        raise failure[1]
 
 
 def _folder(url: str) -> LocalStore:

@@ -68,6 +68,46 @@ def run(
 
 
 @app.command()
+def resume(
+    source: Annotated[str, typer.Argument(help="a run's folder, or where its cuts are (s3://bucket/run); with /CUT")],
+    folder: Annotated[
+        Path | None, typer.Option(help="go on in this new folder instead; needed when the source is on S3")
+    ] = None,
+    overrides: Overrides = None,
+    plain: Annotated[bool, typer.Option("--plain", help="lines instead of the live view")] = False,
+) -> None:
+    """Go on with a run from its newest cut, on as many ranks as --set says; from S3 into an empty folder."""
+    import threading
+
+    from contraflow.errors import RunFolderError
+
+    if folder is None and "://" in source:
+        raise RunFolderError(f"{source} is not a folder; where should the run go on? Give --folder")
+    if folder is not None:
+        from contraflow.restoring import restore
+
+        name = restore(source, folder, overrides or [], clock=time.monotonic, pause=threading.Event().wait)
+        typer.echo(f"brought back cut {name} into {folder}")
+    run(None, folder or Path(source), overrides, resume=True, plain=plain)
+
+
+@app.command()
+def export(
+    cut: Annotated[str, typer.Argument(help="RUN or s3://bucket/run for the newest cut; with /line-L-step-N for one")],
+    folder: Annotated[Path, typer.Argument(help="where the model is written (a Hugging Face folder)")],
+) -> None:
+    """Write the model of a cut as a folder that transformers loads."""
+    import threading
+
+    from contraflow.restoring import find_cut
+    from contraflow.train.checkpoint import export as write_model
+
+    space, manifest = find_cut(cut, clock=time.monotonic, pause=threading.Event().wait)
+    write_model(space, manifest.id.name, folder)
+    typer.echo(f"wrote {folder}: the model of cut {manifest.id.name}")
+
+
+@app.command()
 def report(folder: RunFolder) -> None:
     """Write RUN/report.html: one self-contained page with curves, seconds, expert load and sampled episodes."""
     from contraflow.view.report import write_report

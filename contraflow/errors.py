@@ -71,6 +71,14 @@ class CheckpointError(ContraflowError):
     """A checkpoint could not be written or read whole; the previous one is untouched."""
 
 
+class CutTaken(CheckpointError):
+    """Another writer committed a cut of this name, or forbade it, before this one: this writer's run must stop."""
+
+
+class CutTorn(CheckpointError):
+    """A cut's manifest or one of its parts is missing, truncated or altered."""
+
+
 class TrainingError(ContraflowError):
     """A training step gave a loss or gradient that is not finite; the step was not applied."""
 

@@ -27,6 +27,7 @@ from contraflow.buffer.service import Buffer
 from contraflow.config import Recipe
 from contraflow.errors import CarrierError, DeadlineExceeded, TrainingError, WorkerDied
 from contraflow.rollout.worker import RolloutWorker
+from contraflow.saving import Saver
 from contraflow.system import System
 from contraflow.telemetry import Clock, Journal
 from contraflow.train.worker import StepReport, Trainer
@@ -45,12 +46,12 @@ class Outcome(msgspec.Struct, frozen=True):
     steps: int
     accuracy: float
     stopped: bool
-    model: str = ""  # folder of the last checkpoint's model, readable by transformers
+    model: str = ""  # folder of the last cut's model, readable by transformers; of a run that came to its end
 
     def told(self, folder: Path) -> str:
         """The outcome in a line or two."""
         if self.stopped:
-            return f"stopped after {self.steps} steps; go on with: contraflow run --folder {folder} --resume"
+            return f"stopped after {self.steps} steps; go on with: contraflow resume {folder}"
         looked = f", held-out accuracy {self.accuracy:.3f}" if self.accuracy >= 0 else ""
         return f"done: {self.steps} steps{looked}; the model is {self.model}"
 
@@ -67,7 +68,7 @@ class Progress:
     age_mean: float = 0.0  # of the last step
     age_max: int = 0  # of the run
     note: str = ""  # the last thing worth a line
-    model: str = ""  # of the last checkpoint
+    model: str = ""  # folder of the trained model, once the run came to its end
 
 
 class Loop:
@@ -89,6 +90,7 @@ class Loop:
         self._admitted: asyncio.Queue[Ticket] = asyncio.Queue()
         self._playing: dict[str, dict[int, Ticket]] = {}
         self._deaths: dict[str, int] = {}
+        self.saver = Saver(system, recipe)
         self.changed = asyncio.Condition()  # guards newest and served
 
     def stop(self) -> None:
@@ -101,7 +103,7 @@ class Loop:
             async with asyncio.TaskGroup() as tasks:
                 tending = {name: tasks.create_task(self._tend(name)) for name in self.system.rollouts}
                 background = [tasks.create_task(self.ask()), tasks.create_task(self.mourn(tending, tasks))]
-                await self.learn()
+                await self.learn(tasks)
                 for task in [*background, *tending.values()]:
                     task.cancel()
         except BaseExceptionGroup as failures:
@@ -132,9 +134,12 @@ class Loop:
                     self._admitted.put_nowait(ticket)
             del playing[ticket.group]
 
-    async def learn(self) -> None:
-        """Consumes takes of P groups, produces versions; ends with a cut that holds everything learned."""
-        bad, saved = 0, -1
+    async def learn(self, tasks: asyncio.TaskGroup) -> None:
+        """Consumes takes of P groups, produces versions; ends with a cut that holds everything learned.
+
+        Cuts are written by one of `tasks` while it goes on.
+        """
+        bad = 0
         last = self.recipe.run.steps
         for step in range(self.system.first_step, last):
             take = await self._unless_stopped(self._take(step))
@@ -143,15 +148,17 @@ class Loop:
             report = await self._train(take)
             bad = 0 if report.applied else bad + 1
             if bad >= self.recipe.run.max_bad_steps:
-                await self._save(step)
+                await self.saver.begin(step, tasks)
+                await self.saver.settle()
                 raise TrainingError(f"{bad} steps in a row gave no finite loss; the batches are in bad_batches/")
             if self.progress.steps % self.recipe.train.checkpoint_every == 0:
-                saved = await self._save(self.progress.steps)
+                await self.saver.begin(self.progress.steps, tasks)
             if 0 < self.recipe.run.stop_at_accuracy <= self.progress.accuracy:
                 break
-        if saved != self.progress.steps:
-            await self._save(self.progress.steps)
+        await self.saver.begin(self.progress.steps, tasks)
+        await self.saver.settle()
         if not self._stop.is_set():
+            self.progress.model = await self.saver.export()
             await self._look_last()
 
     async def refresh(self, name: str) -> None:
@@ -245,12 +252,6 @@ class Loop:
             began = self.clock()
             await self.system.rollouts[name].call(self.recipe.run.stall_s, RolloutWorker.wake)
             self._record("wake", worker=name, seconds=round(self.clock() - began, 4))
-
-    async def _save(self, step: int) -> int:
-        cut = (await self.system.trainer.call(self.recipe.run.stall_s, Trainer.save, step))[0]
-        self.progress.model = f"{cut}/model"
-        await self.system.buffer.call(CALL_S, Buffer.cut, step)
-        return step
 
     async def _lost(self, ticket: Ticket, reason: str) -> None:
         await self.system.buffer.call(CALL_S, Buffer.lost, ticket.group, ticket.attempt, reason)

@@ -4,9 +4,12 @@ Takes a recipe and a folder, gives a `System` whose parts answer and whose first
 anything: that is loop.py.
 """
 
+import asyncio
 import fcntl
 import os
+import secrets
 import shutil
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -16,6 +19,7 @@ from typing import Any, TextIO
 
 from contraflow.buffer.service import Buffer, make_buffer
 from contraflow.config import Engine, Recipe, Train, recipe_toml
+from contraflow.cuts import Newest, open_cuts
 from contraflow.errors import ConfigError, ContraflowError, RunFolderError
 from contraflow.model.builtin import model_folder
 from contraflow.model.folder import read_config
@@ -27,8 +31,9 @@ from contraflow.rollout.worker import RolloutWorker, make_rollout_rank, make_rol
 from contraflow.runtime import open_runtime
 from contraflow.runtime.base import Gang, Ref, Runtime
 from contraflow.telemetry import Clock
-from contraflow.train.checkpoint import cut_step, cuts, latest
+from contraflow.train.checkpoint import cut_of
 from contraflow.train.learner import Place
+from contraflow.train.uploads import space_url
 from contraflow.train.worker import Trainer, make_trainer
 from contraflow.types import Manifest
 from contraflow.weights.memory import shared_folder, sweep
@@ -52,6 +57,7 @@ class System:
     buffer: Ref[Buffer]
     trainer: Gang[Trainer]
     manifest: Manifest
+    writer: str  # of cuts, this start's own
     rollouts: dict[str, Ref[RolloutWorker]] = field(default_factory=dict)
     note: str = ""  # what a person should know about how it started
     starts: Counter[str] = field(default_factory=Counter)  # of rollout workers, by name
@@ -140,7 +146,8 @@ async def open_system(recipe: Recipe, folder: Path, *, resume: bool, clock: Cloc
         _sweep(folder)
         runtime = open_runtime(recipe.runtime, folder, clock=clock, preload=PRELOAD)
         try:
-            system = await _start(recipe, folder, runtime, resume=resume)
+            found = await asyncio.to_thread(_newest, recipe.train, folder, clock) if resume else None
+            system = await _start(recipe, folder, runtime, found)
             _write(folder / "recipe.toml", recipe_toml(recipe))
             yield system
         except BaseException as failure:
@@ -248,11 +255,16 @@ def check_proof(recipe: Recipe) -> None:
         )
 
 
-async def _start(recipe: Recipe, folder: Path, runtime: Runtime, *, resume: bool) -> System:
-    cut = latest(folder / "checkpoints") if resume else None
-    first_step = 0 if cut is None else cut_step(cut)
+async def _start(recipe: Recipe, folder: Path, runtime: Runtime, found: Newest | None) -> System:
+    """`found`: what there is to resume from; None starts a new run."""
+    cut = None if found is None or found.manifest is None else cut_of(found.manifest)
+    first_step, writer = 0 if cut is None else cut.step, secrets.token_hex(8)
     buffer = await runtime.start(
-        "buffer", make_buffer, buffer=recipe.buffer, folder=str(folder), resume_step=first_step if resume else None
+        "buffer",
+        make_buffer,
+        buffer=recipe.buffer,
+        folder=str(folder),
+        resume_step=None if found is None else first_step,
     )
     line = await buffer.call(START_S, Buffer.line)
     trainer = await runtime.start_gang(
@@ -269,7 +281,8 @@ async def _start(recipe: Recipe, folder: Path, runtime: Runtime, *, resume: bool
             line=line,
             temperature=recipe.rollout.temperature,
             keep_episodes=recipe.run.keep_episodes,
-            resume=None if cut is None else str(cut),
+            resume=None if cut is None else cut.name,
+            writer=writer,
             longest=recipe.engine.context_tokens,
             threaded=recipe.runtime.kind != "inline",
             proof=recipe.engine.compute,
@@ -279,9 +292,9 @@ async def _start(recipe: Recipe, folder: Path, runtime: Runtime, *, resume: bool
     )
     manifest = (await trainer.call(START_S, Trainer.publish, first_step))[0]
     assert manifest is not None, "rank 0 answers for all"
-    system = System(recipe, folder, runtime, line, first_step, buffer, trainer, manifest)
-    if resume:
-        system.note = _resumed(folder, cut, first_step)
+    system = System(recipe, folder, runtime, line, first_step, buffer, trainer, manifest, writer)
+    if found is not None:
+        system.note = _resumed(found, first_step)
     for rank in range(recipe.rollout.workers):
         await system.start_rollout(f"rollout-{rank}")
     system.note = "; ".join(filter(None, [system.note, *await _forms(system)]))
@@ -298,10 +311,13 @@ async def _forms(system: System) -> list[str]:
     return brief if brief == told else [*brief, "the times are in the report"]
 
 
-def _resumed(folder: Path, cut: Path | None, first_step: int) -> str:
-    newest = next(iter(cuts(folder / "checkpoints")), None)
-    passed_over = f"; {newest} is damaged and was passed over" if newest != cut else ""
-    return f"resumed at step {first_step}, from {cut or 'the beginning: there is no whole checkpoint'}{passed_over}"
+def _newest(train: Train, folder: Path, clock: Clock) -> Newest:
+    return open_cuts(space_url(train, folder), clock=clock, pause=threading.Event().wait).newest()
+
+
+def _resumed(found: Newest, first_step: int) -> str:
+    at = "the beginning: there is no whole cut" if found.manifest is None else f"cut {found.manifest.id.name}"
+    return "; ".join([f"resumed at step {first_step}, from {at}", *(f"passed over: {why}" for why in found.refused)])
 
 
 @contextmanager

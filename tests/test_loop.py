@@ -16,8 +16,8 @@ from contraflow.run import run_recipe
 from contraflow.runtime.inline import InlineRuntime
 from contraflow.system import check_proof, open_system
 from contraflow.telemetry import Journal, read_journal
-from contraflow.train.checkpoint import latest
 from contraflow.view.base import Snapshot
+from tests.train.cutting import file_of, space_in
 
 STEPS = 10
 
@@ -80,6 +80,13 @@ def run(recipe: Recipe, folder: Path, *, resume: bool = False, meddle: Meddle | 
     return asyncio.run(main())
 
 
+def parts_of(folder: Path) -> dict[str, str]:
+    """Digests of what the trainer put into the newest cut of a run."""
+    space = space_in(folder / "checkpoints")
+    manifest = space.manifest(space.names()[0])
+    return {part.name: part.sha256 for part in manifest.parts if part.name.startswith(("rank", "model"))}
+
+
 def steps_of(folder: Path) -> list[dict[str, Any]]:
     return [record for record in read_journal(folder / "metrics.jsonl") if record["kind"] == "step"]
 
@@ -106,10 +113,8 @@ def test_reward_rises_and_every_group_is_accounted_for(tiny_moe: Path, tmp_path:
 def test_the_same_seed_gives_the_same_run_bit_for_bit(tiny_moe: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         run(recipe_of(tiny_moe), tmp_path / name)
-    a, b = (latest(tmp_path / name / "checkpoints") for name in ("a", "b"))
-    assert a is not None
-    assert b is not None
-    assert (a / "files.json").read_bytes() == (b / "files.json").read_bytes()
+    a, b = (parts_of(tmp_path / name) for name in ("a", "b"))
+    assert a == b
     assert (tmp_path / "a/episodes.jsonl").read_bytes() == (tmp_path / "b/episodes.jsonl").read_bytes()
 
 
@@ -136,16 +141,14 @@ def test_pools_that_take_turns_on_one_device_give_the_same_run(tiny_moe: Path, t
             run={"steps": 3, "eval_every": 2, "eval_tasks": 8},
         )
         run(recipe, tmp_path / name)
-    apart, turns = (latest(tmp_path / name / "checkpoints") for name in ("apart", "turns"))
-    assert apart is not None
-    assert turns is not None
+    apart, turns = (parts_of(tmp_path / name) for name in ("apart", "turns"))
     records = read_journal(tmp_path / "turns/metrics.jsonl")
     assert [record["kind"] for record in records if record["kind"] in ("rest", "step", "wake")] == [
         "rest", "wake", "step",
     ] * 3  # fmt: skip
     assert all(record["bytes"] > 100_000 for record in records if record["kind"] == "rest")
     if max_age == 0:  # with nothing in flight the turns change no order, and so not a bit
-        assert (apart / "files.json").read_bytes() == (turns / "files.json").read_bytes()
+        assert apart == turns
     assert accounts(tmp_path / "turns").trained == 3 * 4
 
 
@@ -363,13 +366,16 @@ def test_a_run_that_died_before_its_first_checkpoint_resumes_from_the_beginning(
 
 def test_a_damaged_checkpoint_is_passed_over_and_said_so(tiny_moe: Path, tmp_path: Path) -> None:
     run(recipe_of(tiny_moe), tmp_path)
-    newest = latest(tmp_path / "checkpoints")
-    assert newest is not None
-    (newest / "state.json").write_bytes(b"{}")
+    newest, older = space_in(tmp_path / "checkpoints").names()
+    damage = file_of(
+        tmp_path / "checkpoints", space_in(tmp_path / "checkpoints").manifest(newest).id, "rank-00000/00000"
+    )
+    damage.write_bytes(damage.read_bytes()[:-1])
     view = Silent()
     run_recipe(recipe_of(tiny_moe), tmp_path, resume=True, clock=Ticks(), view=view)
     assert view.last is not None
-    assert f"{newest} is damaged and was passed over" in view.last.note
+    assert f"from cut {older}" in view.last.note
+    assert f"passed over: cut {newest}" in view.last.note
     assert accounts(tmp_path).trained == STEPS * 4
 
 

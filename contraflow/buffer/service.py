@@ -6,6 +6,7 @@ answer is on disk before they answer; what else happened is at most one batch be
 """
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -13,9 +14,12 @@ from typing import TypeVar
 from contraflow import config
 from contraflow.buffer.accounts import accounts
 from contraflow.buffer.ledger import Event, open_ledger
+from contraflow.buffer.riding import position, ride
 from contraflow.buffer.store import Counts, Store
+from contraflow.cuts import CutId, Part, open_cuts
 from contraflow.errors import DeadlineExceeded
 from contraflow.runtime.base import Host
+from contraflow.telemetry import Clock
 from contraflow.types import Chosen, Group, Take, Ticket, Version
 
 T = TypeVar("T")
@@ -28,10 +32,12 @@ class Buffer:
     contradicts it (a step out of order, a version that cannot exist).
     """
 
-    def __init__(self, section: config.Buffer, folder: Path, resume_step: int | None) -> None:
+    def __init__(self, section: config.Buffer, folder: Path, resume_step: int | None, clock: Clock) -> None:
         self._ledger, opening = open_ledger(folder, resume_step=resume_step)
         self._store = Store(section, opening, accounts(folder), self._record)
         self._changed = asyncio.Event()
+        self._folder, self._clock = folder, clock
+        self._leaving = threading.Event()
 
     async def line(self) -> int:
         """The line this buffer writes: the fencing number of everything the run publishes."""
@@ -82,12 +88,26 @@ class Buffer:
         self._store.check_cut(step)
         self._ledger.cut(step)
 
+    async def ride(self, url: str, cut: CutId, deadline_s: float, threaded: bool) -> tuple[list[Part], dict[str, int]]:
+        """Add the record, up to now, to a cut being written at `url`; its parts, and where it stands.
+
+        `threaded`: groups go on meanwhile; without, a run repeats from its seed.
+        Raises BlobError when the store does not take a part within `deadline_s`.
+        """
+        self._ledger.commit()
+        stands = position(self._folder)
+        space = open_cuts(url, clock=self._clock, pause=self._leaving.wait, deadline_s=deadline_s)
+        if not threaded:
+            return ride(self._folder, space, cut), stands
+        return await asyncio.to_thread(ride, self._folder, space, cut), stands
+
     async def counts(self) -> Counts:
         """Where the groups are now."""
         return self._store.counts()
 
     async def close(self) -> None:
         """Write what is left and let the ledger go."""
+        self._leaving.set()
         self._ledger.close()
 
     def _record(self, event: Event) -> None:
@@ -115,4 +135,4 @@ def make_buffer(host: Host, *, buffer: config.Buffer, folder: str, resume_step: 
 
     Raises RunFolderError, LedgerError.
     """
-    return Buffer(buffer, Path(folder), resume_step)
+    return Buffer(buffer, Path(folder), resume_step, host.clock)

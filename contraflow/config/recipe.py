@@ -95,6 +95,8 @@ class Train(Section):
     offload: Literal["none", "optimizer", "all"] = "none"  # to the host between steps: its moments, or weights too
     checkpoint_every: Count = 20  # steps between cuts
     keep_checkpoints: Count = 2  # older ones are removed
+    checkpoint_url: str = ""  # a folder or s3://bucket/prefix of this run alone; empty is RUN/checkpoints
+    checkpoint_deadline_s: Seconds = 300.0  # a cut that takes longer to write ends the run
     step_deadline_s: Seconds = 120.0  # a step that takes longer ends the run
     parallel: Parallel = Parallel()  # how the trained model is spread
 

@@ -123,14 +123,29 @@ def load_spread(
     """
     if mesh is None:
         return Spread(load_folder(folder, device=device, compute_dtype=compute))
-    decoder = cut_decoder(read_config(folder), mesh, compute=compute, max_tokens=max_tokens)
-    shard_rows(decoder, mesh)
-    settle(decoder, mesh.device)
-    spread, table = Spread(decoder, mesh), parts(decoder.config)
+    spread = empty_spread(read_config(folder), mesh, device=device, compute=compute, max_tokens=max_tokens)
+    table = parts(spread.config)
     with open_folder(folder) as files, torch.no_grad():
-        for name, parameter in decoder.named_parameters():
+        for name, parameter in spread.decoder.named_parameters():
             local(parameter).copy_(spread.read(files, name, table[name]))
     return spread
+
+
+def empty_spread(
+    config: ModelConfig,
+    mesh: Mesh | None,
+    *,
+    device: torch.device | str = "cpu",
+    compute: torch.dtype = torch.float32,
+    max_tokens: int | None = None,
+) -> Spread:
+    """As `load_spread`, of fp32 weights that are still to be filled. Collective. Raises: ConfigError."""
+    if mesh is None:
+        return Spread(Decoder(config, dtype=torch.float32, device=device, compute_dtype=compute))
+    decoder = cut_decoder(config, mesh, compute=compute, max_tokens=max_tokens)
+    shard_rows(decoder, mesh)
+    settle(decoder, mesh.device)
+    return Spread(decoder, mesh)
 
 
 def cut_decoder(

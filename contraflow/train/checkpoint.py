@@ -1,43 +1,37 @@
-"""Cuts: everything a run needs to go on bit for bit, written whole or not at all.
+"""The trainer's side of a cut: what every rank adds to it, the way back on any layout, and a model folder made of one.
 
-Takes a model, its optimizer and where the run stands; gives a folder `line-L-step-N` with `model/` (a Hugging Face
-folder), `optimizer.safetensors` (or, beyond 2 GiB, several), `state.json` and `files.json` (digests of all the others).
-Written beside its place, synced, then renamed. There is no random state to keep: what the trainer draws is a function
-of (seed, step). It holds whole tensors by name and nothing of the ranks that wrote it, so a trainer of any layout goes
-on from it. Does not decide when to save, or read the buffer's ledger.
+Takes a model, its optimizer and where the run stands; gives parts for `cuts.py` to commit, and a trainer that goes on
+bit for bit. There is no random state to keep: what any worker draws is a function of (seed, step or group, position).
+Does not decide when to save, or know what the buffer adds.
 """
 
-import hashlib
-import itertools
-import os
-import re
-import shutil
-from collections.abc import Iterable, Iterator
+import json
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from contraflow.errors import CheckpointError, ModelError
+from contraflow.cuts import NAME, CutId, CutManifest, CutSpace, Part, cut_name
+from contraflow.errors import BlobError, CheckpointError, ModelError
 from contraflow.model.families import ModelConfig
-from contraflow.model.folder import copy_companions, tensor_names, write_folder, write_shards
-from contraflow.model.names import Part
-from contraflow.model.reading import TensorFiles
+from contraflow.model.folder import COMPANIONS, write_folder
+from contraflow.parallel.data import local
 from contraflow.parallel.mesh import Mesh
-from contraflow.parallel.spread import Spread, load_spread
+from contraflow.parallel.spread import Spread, empty_spread
 from contraflow.parallel.team import Team
 from contraflow.train.optimizer import Optimizer
+from contraflow.train.shards import MOMENTS, WEIGHT, Copy, Shards
 
-_NAME = re.compile(r"line-(\d+)-step-(\d+)")
-T = TypeVar("T")
-Named = Iterable[tuple[str, Tensor]]
+CONFIG = "config.json"
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the run stands: before step `step`, on history `line`, after `updates` optimizer updates."""
+    """Where the run stands: before step `step`, on history `line`, after `updates` optimizer updates.
+
+    The learning rate is a function of `updates`.
+    """
 
     line: int
     step: int
@@ -46,34 +40,68 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # digest of the model's configuration
     recipe: str  # digest of what decides the training arithmetic; for the record, not enforced
 
+    @property
+    def name(self) -> str:
+        """Of its manifest."""
+        return cut_name(self.line, self.step)
+
+
+class Snapshot:
+    """A consistent copy of what this rank adds to a cut, on the host; see `Copy` for its size."""
+
+    def __init__(self, cut: Cut, *, spread: Spread, optimizer: Optimizer, companions: Path) -> None:
+        """`companions` is the model folder whose tokenizer files go along, with rank 0."""
+        self.cut = cut
+        self._copy = Copy(spread, optimizer)
+        self._files: dict[str, bytes] = {}
+        if spread.first:
+            present = [companions / name for name in COMPANIONS if (companions / name).is_file()]
+            self._files = {file.name: file.read_bytes() for file in present}
+            self._files[CONFIG] = json.dumps(spread.config.to_hf()).encode()
+
+    def write(self, space: CutSpace, writer: str) -> list[Part]:
+        """Put this rank's parts; nothing is visible yet. Raises CheckpointError: what was written is deleted."""
+        here = CutId(self.cut.name, writer)
+        try:
+            files = [space.put(here, f"model/{name}", data) for name, data in self._files.items()]
+            return [*files, *self._copy.write(space, here)]
+        except BlobError as fault:
+            raise _unwritten(space, here, fault) from fault
+
 
 class Loaded(NamedTuple):
-    """A checkpoint read back, every file's digest verified; `spread` and `moments` are this rank's parts."""
+    """A checkpoint read back, every part's digest verified; `spread` and `moments` are this rank's parts."""
 
     cut: Cut
     spread: Spread
     moments: dict[str, Tensor]
 
 
-def save(folder: Path, cut: Cut, *, spread: Spread, optimizer: Optimizer, companions: Path, keep: int) -> Path:
-    """Write a cut into `folder`, then forget all but the newest `keep`; gives the cut's own folder.
+def commit(space: CutSpace, cut: Cut, writer: str, parts: list[Part], *, keep: int, about: dict[str, Any]) -> str:
+    """Make a cut of all ranks' parts visible, then forget all but the newest `keep`; gives its name.
 
-    Collective: rank 0 writes, one tensor after the other. `companions` is the model folder whose tokenizer files go
-    along. A cut of the same line and step that is already there whole is left as it is. Raises CheckpointError, on rank
-    0, when it cannot be written (a full disk): nothing of it remains, and the earlier ones are untouched.
+    Raises CutTaken when another writer was first, CheckpointError when it cannot be written: nothing of it is seen.
     """
-    tensors, moments = spread.tensors(), optimizer.whole_moments()
+    here = CutId(cut.name, writer)
     try:
-        if spread.first:
-            _save(folder, cut, spread.config, _present(tensors), _present(moments), companions, keep)
-    finally:  # the others hand over what is asked for, and must not be left waiting
-        for _ in itertools.chain(tensors, moments):
-            pass
-    return folder / _name(cut)
+        space.commit(here, parts, {**about, "cut": msgspec.to_builtins(cut)})
+        space.tidy(here, keep)
+    except BlobError as fault:
+        raise CheckpointError(f"cut {cut.name} in {space.url} could not be committed: {fault}; {EARLIER}") from fault
+    return cut.name
+
+
+def cut_of(manifest: CutManifest) -> Cut:
+    """Where a run that goes on from it stands. Raises CheckpointError."""
+    try:
+        return msgspec.convert(manifest.about.get("cut"), Cut)
+    except msgspec.ValidationError as fault:
+        raise CheckpointError(f"cut {manifest.id.name} does not say where it stands: {fault}") from None
 
 
 def load(
-    cut_folder: Path,
+    space: CutSpace,
+    name: str,
     mesh: Mesh | None = None,
     *,
     expected_model: str | None = None,
@@ -83,160 +111,109 @@ def load(
 ) -> Loaded:
     """Read a cut back, on a mesh this rank's part of it. `device`, `compute`, `max_tokens` as for `load_spread`.
 
-    Collective. Raises CheckpointError when it is torn, altered or of another model than `expected_model`.
+    Collective. Raises CheckpointError, on all ranks alike, when it is torn, altered or of another model than
+    `expected_model`.
     """
-    team, fault = Team(mesh), ""
-    if team.first:  # one reader of whole files is enough
-        try:
-            _verify(cut_folder)
-        except CheckpointError as torn:
-            fault = str(torn)
-    if fault := team.words(fault)[0]:
-        raise CheckpointError(fault)
-    cut = _decode(cut_folder / "state.json", Cut)
-    if expected_model is not None and cut.model != expected_model:
+    team = Team(mesh)
+    with _Alike(team) as reading:
+        manifest = space.manifest(name)
+        cut, config, shards = cut_of(manifest), _config(space, manifest), Shards(space, manifest)
+        _check_model(cut, config, expected_model, space)
+    reading.settle()
+    spread = empty_spread(config, mesh, device=device, compute=compute, max_tokens=max_tokens)
+    with _Alike(team) as reading:
+        targets, moments = _targets(spread, shards)
+        shards.fill(targets, spread)
+    reading.settle()
+    return Loaded(cut, spread, moments)
+
+
+def export(space: CutSpace, name: str, folder: Path) -> None:
+    """Write the model of a cut as a Hugging Face folder, with its tokenizer. Holds the weights once, in fp32.
+
+    Raises CheckpointError, BlobError, ModelError when the folder cannot be written.
+    """
+    manifest = space.manifest(name)
+    spread, shards = empty_spread(_config(space, manifest), None), Shards(space, manifest)
+    weights = {(name, WEIGHT): local(parameter) for name, parameter in spread.decoder.named_parameters()}
+    shards.fill(weights, spread)
+    write_folder(spread.config, spread.decoder.named_parameters(), folder)
+    for part in manifest.below("model"):
+        companion = part.name.removeprefix("model/")
+        if companion in COMPANIONS:
+            (folder / companion).write_bytes(space.read(manifest, part))
+
+
+def split(reference: str) -> tuple[str, str]:
+    """`URL/line-L-step-N` as the space and the name in it; the name is empty when the reference ends in none."""
+    url, _, last = reference.rstrip("/").rpartition("/")
+    return (url or ".", last) if NAME.fullmatch(last) else (reference, "")
+
+
+EARLIER = "earlier cuts are untouched; free some space or mend the store, and resume"
+
+
+def _unwritten(space: CutSpace, here: CutId, fault: BlobError) -> CheckpointError:
+    failure = CheckpointError(f"cut {here.name} in {space.url} could not be written: {fault}; {EARLIER}")
+    try:
+        space.discard(here)
+    except BlobError as more:
+        failure.add_note(f"what was written of it remains until a later cut is committed: {more}")
+    return failure
+
+
+class _Alike:
+    """A stretch in which a rank may fail; `settle`, which all ranks call, raises on all what any of them met."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._fault = ""
+        self._error: Exception | None = None
+
+    def __enter__(self) -> "_Alike":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, at: object) -> bool:
+        if isinstance(error, CheckpointError | BlobError | ModelError):
+            self._error, self._fault = error, str(error)
+            return True
+        return False
+
+    def settle(self) -> None:
+        said = next(filter(None, self._team.words(self._fault)), "")
+        if said:
+            raise CheckpointError(said) from self._error
+
+
+def _config(space: CutSpace, manifest: CutManifest) -> ModelConfig:
+    data = space.read(manifest, manifest.part(f"model/{CONFIG}"))
+    try:
+        return ModelConfig.from_hf(json.loads(data))
+    except (ModelError, ValueError) as fault:
+        raise CheckpointError(f"cut {manifest.id.name} in {space.url}: model/{CONFIG}: {fault}") from fault
+
+
+def _check_model(cut: Cut, config: ModelConfig, expected: str | None, space: CutSpace) -> None:
+    if cut.model != config.digest():
+        raise CheckpointError(f"cut {cut.name} in {space.url} says model {cut.model}, but holds {config.digest()}")
+    if expected is not None and cut.model != expected:
         raise CheckpointError(
-            f"checkpoint {cut_folder} holds model {cut.model}, the recipe's model is {expected_model}; "
+            f"cut {cut.name} in {space.url} holds model {cut.model}, the recipe's model is {expected}; "
             "resume with the recipe the run was started with"
         )
-    try:
-        spread = load_spread(cut_folder / "model", mesh, device=device, compute=compute, max_tokens=max_tokens)
-        return Loaded(cut, spread, _moments(cut_folder, spread))
-    except (OSError, ModelError) as error:
-        raise CheckpointError(f"checkpoint {cut_folder} cannot be read: {error}") from error
 
 
-def cuts(folder: Path) -> list[Path]:
-    """All cuts in a folder, whole or not, newest first: a later line is newer, whatever its step."""
-    found = [(match, path) for path in folder.glob("line-*-step-*") if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found, key=lambda pair: (int(pair[0][1]), int(pair[0][2])), reverse=True)]
-
-
-def latest(folder: Path) -> Path | None:
-    """The newest cut that is whole; torn ones are passed over. None when there is none."""
-    return next((path for path in cuts(folder) if is_whole(path)), None)
-
-
-def cut_step(cut_folder: Path) -> int:
-    """The step a resumed run begins with. Raises CheckpointError when the state cannot be read."""
-    return _decode(cut_folder / "state.json", Cut).step
-
-
-def is_whole(cut_folder: Path) -> bool:
-    """Whether every file is there and has its digest."""
-    try:
-        _verify(cut_folder)
-    except CheckpointError:
-        return False
-    return True
-
-
-def _name(cut: Cut) -> str:
-    return f"line-{cut.line}-step-{cut.step}"
-
-
-def _present(tensors: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
-    return ((name, whole) for name, whole in tensors if whole is not None)
-
-
-def _save(
-    folder: Path, cut: Cut, config: ModelConfig, tensors: Named, moments: Named, companions: Path, keep: int
-) -> None:
-    final, draft = folder / _name(cut), folder / f".writing-{_name(cut)}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
-        if final.exists():
-            if is_whole(final):
-                return
-            _remove(final)
-        _write(draft, cut, config, tensors, moments, companions)
-        draft.rename(final)
-        _sync(folder)
-        for old in cuts(folder)[keep:]:
-            _remove(old)
-    except (OSError, SafetensorError, ModelError) as fault:
-        shutil.rmtree(draft, ignore_errors=True)  # what is left of a failed draft is swept by the next save
-        raise CheckpointError(
-            f"checkpoint {final} could not be written: {fault}; earlier ones are untouched, free some space and resume"
-        ) from fault
-
-
-def _write(draft: Path, cut: Cut, config: ModelConfig, tensors: Named, moments: Named, companions: Path) -> None:
-    model = draft / "model"
-    model.mkdir(parents=True)
-    write_folder(config, tensors, model)
-    copy_companions(companions, model)
-    write_shards(draft, "optimizer", moments)
-    (draft / "state.json").write_bytes(msgspec.json.encode(cut))
-    digests = {str(path.relative_to(draft)): _digest(path) for path in _files(draft)}
-    (draft / "files.json").write_bytes(msgspec.json.encode(digests))
-    for path in [*_files(draft), model, draft]:
-        _sync(path)
-
-
-def _moments(cut_folder: Path, spread: Spread) -> dict[str, Tensor]:
-    """This rank's part of the optimizer's state."""
-    files = sorted(cut_folder.glob("optimizer*.safetensors"))
-    where = {label: file for file in files for label in tensor_names(file)}
-    found = {}
-    with TensorFiles(where) as opened:
-        for label in where:
-            name, _, key = label.rpartition(":")
-            if name not in spread.shapes:
-                raise CheckpointError(f"checkpoint {cut_folder}: optimizer state {label!r} does not fit its model")
-            if not spread.holds(name):
-                continue
-            if key == "step":
-                found[label] = opened.read([Part(label, ())], ())
-            else:
-                found[label] = spread.read(opened, name, [Part(label, spread.shapes[name])])
-    return found
-
-
-def _verify(cut_folder: Path) -> None:
-    expected = _decode(cut_folder / "files.json", dict[str, str])
-    present = {str(path.relative_to(cut_folder)) for path in _files(cut_folder)} - {"files.json"}
-    if present != expected.keys() or "state.json" not in expected:
-        odd = sorted(present ^ expected.keys()) or ["state.json"]
-        raise CheckpointError(f"checkpoint {cut_folder} is torn: {odd[0]!r} is missing or not listed in files.json")
-    for name, digest in expected.items():
-        if (found := _digest(cut_folder / name)) != digest:
-            raise CheckpointError(f"checkpoint {cut_folder}: {name!r} was altered (digest {found}, was {digest})")
-
-
-def _decode(path: Path, kind: type[T]) -> T:
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError) as fault:
-        raise CheckpointError(f"checkpoint file {path} cannot be read: {fault}") from fault
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _remove(path: Path) -> None:
-    """Out of sight first: a removal that is interrupted must not leave half a cut under its name."""
-    doomed = path.with_name(f".removing-{path.name}")
-    path.rename(doomed)
-    shutil.rmtree(doomed)
-
-
-def _sweep(folder: Path) -> None:
-    for pattern in (".writing-*", ".removing-*"):
-        for leftover in folder.glob(pattern):
-            shutil.rmtree(leftover)
+def _targets(spread: Spread, shards: Shards) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
+    """What is to be filled on this rank, and among it the optimizer's state by its labels."""
+    if strange := sorted((shards.names | shards.steps.keys()) - spread.shapes.keys()):
+        raise CheckpointError(f"the cut's tensor {strange[0]!r} does not fit its model")
+    weights = {name: local(parameter) for name, parameter in spread.decoder.named_parameters()}
+    targets = {(name, WEIGHT): weight for name, weight in weights.items()}
+    moments: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        if name not in shards.steps:
+            continue
+        moments[f"{name}:step"] = torch.tensor(shards.steps[name])
+        for kind in MOMENTS:
+            targets[name, kind] = moments[f"{name}:{kind}"] = torch.zeros(weight.shape)
+    return targets, moments

@@ -18,6 +18,7 @@ import torch
 
 from contraflow import config
 from contraflow.algo.drift import age_report
+from contraflow.cuts import CutSpace
 from contraflow.model.folder import read_config
 from contraflow.model.tokenizer import Tokenizer
 from contraflow.parallel.data import at_rest, local
@@ -26,8 +27,8 @@ from contraflow.parallel.loan import Loan
 from contraflow.parallel.mesh import Mesh
 from contraflow.parallel.spread import Spread, load_spread
 from contraflow.telemetry import Account, Journal
-from contraflow.train import checkpoint
 from contraflow.train.batcher import samples
+from contraflow.train.checkpoint import Cut, Snapshot, load
 from contraflow.train.crew import open_crew
 from contraflow.train.float8 import raised_experts
 from contraflow.train.optimizer import Optimizer
@@ -48,7 +49,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     line: int
     temperature: float  # the rollout's
     keep_episodes: int  # groups a step written to RUN/episodes.jsonl
-    resume: str | None = None  # a cut to go on from
+    resume: str | None = None  # the name of a cut to go on from
+    writer: str = "alone"  # of cuts: no other start of any run has this name
     proof: config.Compute = "float32"  # the engines' precision, and so that of the log-probabilities they must give
     longest: int = 0  # tokens that a sample may have: a batch holds at least one, whatever its budget
     threaded: bool = False  # heavy work in a thread, so that calls are answered meanwhile; off where runs must repeat
@@ -68,17 +70,18 @@ class Learner:
         loss: config.Loss,
         weights: config.Weights,
         place: Place,
+        cuts: CutSpace,
         mesh: Mesh | None = None,
         engine: config.Engine | None = None,
     ) -> None:
-        """`engine`: what versions are served by, which a carrier that sends parts must know."""
+        """`engine`: what versions are served by, which a carrier that sends parts must know; `cuts`: where cuts are."""
         self.account = account
         self.steps = 0
         self.refused = 0
         self._train, self._loss, self._weights, self._place = train, loss, weights, place
         self._run = Path(place.run_folder)
         self._tokenizer = Tokenizer.load(Path(place.model_folder))
-        self._spread, self.optimizer = _open(place, train, weights, mesh)
+        self._spread, self.optimizer = _open(place, train, weights, cuts, mesh)
         decoder = self._spread.decoder
         decoder.recompute = train.parallel.recompute == "layer"
         if train.compile == "blocks":
@@ -125,10 +128,10 @@ class Learner:
         with self._crew.team.together(f"publishing version {n}"), self._at_hand():
             return self._publish(n)
 
-    def save(self, step: int) -> Path:
-        """A cut of the state before step `step`; gives its folder. Raises CheckpointError."""
+    def snapshot(self, step: int) -> Snapshot:
+        """A copy of what this rank adds to a cut of the state before step `step`; see `Snapshot`."""
         with self._crew.team.together(f"saving before step {step}"), self._at_hand():
-            return self._save(step)
+            return self._snapshot(step)
 
     def close(self) -> None:
         """Remove the published versions and close the journal."""
@@ -182,8 +185,8 @@ class Learner:
             probe = as_probe(self._prompts, logprobs, self._weights.probe_tolerance)
             return self.publishing.publish(Version(self._place.line, n), probe)
 
-    def _save(self, step: int) -> Path:
-        cut = checkpoint.Cut(
+    def _snapshot(self, step: int) -> Snapshot:
+        cut = Cut(
             line=self._place.line,
             step=step,
             updates=self.optimizer.updates,
@@ -191,15 +194,9 @@ class Learner:
             model=self._spread.config.digest(),
             recipe=recipe_digest(self._train, self._loss, self._place.temperature),
         )
+        companions = Path(self._place.model_folder)
         with self.account.charge("save"):
-            return checkpoint.save(
-                self._run / "checkpoints",
-                cut,
-                spread=self._spread,
-                optimizer=self.optimizer,
-                companions=Path(self._place.model_folder),
-                keep=self._train.keep_checkpoints,
-            )
+            return Snapshot(cut, spread=self._spread, optimizer=self.optimizer, companions=companions)
 
     def _set_aside(self, step: int, outcome: Outcome) -> str:
         path = self._run / "bad_batches" / f"line-{self._place.line}-step-{step}.npz"
@@ -214,18 +211,21 @@ class Learner:
 
 def recipe_digest(train: config.Train, loss: config.Loss, temperature: float) -> str:
     """Of the settings that decide the training arithmetic; how often to save, where and on how many ranks do not."""
-    incidental = {"offload", "checkpoint_every", "keep_checkpoints", "step_deadline_s", "parallel", "device"}
+    saving = {"checkpoint_every", "keep_checkpoints", "checkpoint_url", "checkpoint_deadline_s"}
+    incidental = {"offload", "step_deadline_s", "parallel", "device"} | saving
     text = f"{train.model_dump_json(exclude=incidental)}{loss.model_dump_json()}{temperature!r}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _open(place: Place, train: config.Train, weights: config.Weights, mesh: Mesh | None) -> tuple[Spread, Optimizer]:
+def _open(
+    place: Place, train: config.Train, weights: config.Weights, cuts: CutSpace, mesh: Mesh | None
+) -> tuple[Spread, Optimizer]:
     folder, where = Path(place.model_folder), _where(place, train, weights)
     if place.resume is None:
         spread = load_spread(folder, mesh, **where)
         return spread, Optimizer(spread.decoder, train, spread)
     model = read_config(folder).digest()
-    loaded = checkpoint.load(Path(place.resume), mesh, expected_model=model, **where)
+    loaded = load(cuts, place.resume, mesh, expected_model=model, **where)
     optimizer = Optimizer(loaded.spread.decoder, train, loaded.spread)
     optimizer.load(loaded.moments, loaded.cut.updates)
     return loaded.spread, optimizer

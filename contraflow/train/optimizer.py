@@ -4,7 +4,7 @@ Takes a module whose gradients are filled, gives moved parameters; hands its mom
 checkpoint, and takes them back. Does not compute gradients or decide when to move.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -118,18 +118,6 @@ class Optimizer:
             for key, value in self._adamw.state.get(parameter, {}).items()
         }
 
-    def whole_moments(self) -> Iterator[tuple[str, Tensor | None]]:
-        """The same for the whole model, on rank 0; None elsewhere. Collective: every rank goes through to the end."""
-        mine, spread = self.moments(), self._spread
-        if spread is None or spread.mesh is None:
-            yield from mine.items()
-            return
-        moved = {name for names in self._team.words(" ".join(self._moved())) for name in names.split()}
-        for name in filter(moved.__contains__, spread.shapes):
-            yield f"{name}:step", torch.tensor(float(self.updates)) if spread.first else None
-            for key in ("exp_avg", "exp_avg_sq"):
-                yield f"{name}:{key}", spread.gather(name, mine.get(f"{name}:{key}"))
-
     def load(self, moments: Mapping[str, Tensor], updates: int) -> None:
         """Go on from saved moments of what this rank holds (copied).
 
@@ -157,9 +145,6 @@ class Optimizer:
             for name, parameter in self._named.items():
                 parameter.copy_(before.parameters[name])
         self.load(before.moments, before.updates)
-
-    def _moved(self) -> list[str]:
-        return [name for name, parameter in self._named.items() if parameter in self._adamw.state]
 
     def _norm(self) -> Tensor:
         """Of the whole gradient, whichever ranks hold it."""

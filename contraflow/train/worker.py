@@ -16,6 +16,7 @@ import msgspec
 
 from contraflow import config
 from contraflow.buffer.service import Buffer
+from contraflow.cuts import Part
 from contraflow.dispatch.exchange import agree
 from contraflow.errors import CarrierError, ConfigError, DispatchError
 from contraflow.model.folder import read_config
@@ -28,6 +29,7 @@ from contraflow.telemetry import Account
 from contraflow.train.learner import Learner, Place
 from contraflow.train.publishing import Shards
 from contraflow.train.report import StepReport, TrainReport
+from contraflow.train.uploads import Uploads
 from contraflow.types import Group, Manifest, Take, Version
 from contraflow.weights.bridge import Link
 from contraflow.weights.ipc import Handle
@@ -40,7 +42,7 @@ T = TypeVar("T")
 class Trainer:
     """One rank; of several, all get the same calls in the same order, and rank 0 answers for all.
 
-    Invariant: at most one of step, publish and save runs at a time, and only it touches the learner.
+    Invariant: at most one of step, publish and save (its copying) runs at a time, and only it touches the learner.
 
     With `place.threaded` the work runs in one thread of its own, and `report` answers meanwhile. Without, it holds the
     event loop: an inline run then interleaves the same way every time, and is bit-equal from its seed.
@@ -50,6 +52,7 @@ class Trainer:
         self,
         learner: Learner,
         buffer: Ref[Buffer],
+        uploads: Uploads,
         *,
         threaded: bool,
         fetch_deadline_s: float,
@@ -63,6 +66,7 @@ class Trainer:
         """
         self._learner = learner
         self._buffer = buffer
+        self._uploads = uploads
         self._fetch_deadline_s = fetch_deadline_s
         self._leave = leave
         self._forms = forms
@@ -89,10 +93,26 @@ class Trainer:
         async with self._turn:
             return await self._work(lambda: self._learner.publish(n))
 
-    async def save(self, step: int) -> str:
-        """A cut of the state before step `step`; gives its folder. Raises CheckpointError, earlier cuts untouched."""
+    async def save(self, step: int) -> None:
+        """Copy the state before step `step`, and begin to write it as parts of a cut while training goes on.
+
+        Raises CheckpointError while the cut before it is on its way.
+        """
         async with self._turn:
-            return str(await self._work(lambda: self._learner.save(step)))
+            self._uploads.check_free()
+            self._uploads.begin(await self._work(lambda: self._learner.snapshot(step)))
+
+    async def saved(self) -> list[Part]:
+        """This rank's parts of the cut begun last, when they are stored. Raises CheckpointError."""
+        return await self._uploads.parts()
+
+    async def commit(self, parts: list[Part], about: dict[str, Any]) -> str:
+        """Rank 0: make the cut begun last visible, of all ranks' parts; its name. See `checkpoint.commit`."""
+        return await self._uploads.commit(parts, about)
+
+    async def export(self, name: str, folder: str) -> None:
+        """Rank 0: write a cut's model as a Hugging Face folder. See `checkpoint.export`."""
+        await self._uploads.export(name, Path(folder))
 
     async def link(self, name: str, number: int) -> Link:
         """Begin to meet the engine of worker `name`, which is being started for the `number`-th time."""
@@ -137,6 +157,7 @@ class Trainer:
     async def close(self) -> None:
         """Wait for what runs, then remove the published versions."""
         async with self._turn:
+            self._uploads.close()
             await self._work(self._learner.close)
             if self._thread is not None:
                 self._thread.shutdown()
@@ -194,13 +215,24 @@ def make_trainer(
             _agree(mesh, told_all, place)
             model, most = read_config(Path(place.model_folder)), train.tokens_per_batch
             mesh, told = choose_forms(mesh, model, {"train": most}, clock=host.clock, dtype=DTYPES[train.compute])
-        learner = Learner(account, train=train, loss=loss, weights=weights, place=place, mesh=mesh, engine=engine)
+        uploads = Uploads(train, Path(place.run_folder), place.writer, clock=host.clock, threaded=place.threaded)
+        learner = Learner(
+            account,
+            train=train,
+            loss=loss,
+            weights=weights,
+            place=place,
+            cuts=uploads.space,
+            mesh=mesh,
+            engine=engine,
+        )
     except BaseException:
         meeting.close()
         raise
     return Trainer(
         learner,
         host.connect(buffer),
+        uploads,
         threaded=place.threaded,
         fetch_deadline_s=train.step_deadline_s,
         leave=meeting.close,

@@ -104,7 +104,7 @@ def test_ctrl_c_ends_cleanly_and_the_run_goes_on_from_there(start: Start) -> Non
     os.killpg(running.process.pid, signal.SIGINT)
     said = running.end(30)
     assert running.process.returncode == 130, said
-    assert f"contraflow run --folder {running.folder} --resume" in said
+    assert f"contraflow resume {running.folder}" in said
     done = accounts(running.folder).trained // 4
     again = start("--resume", steps=done + 3)
     said = again.end(60)

@@ -3,7 +3,6 @@
 import asyncio
 import math
 import time
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -22,6 +21,7 @@ from contraflow.types import Version
 from contraflow.weights import open_carrier
 from contraflow.weights.fetch import fetch
 from contraflow.weights.probe import check_probe, probe_logprobs
+from tests.train.cutting import saved
 
 pytestmark = pytest.mark.timeout(300)  # several processes; on a busy machine they wait for each other
 WEIGHTS = config.Weights(carrier="blob", chunk_bytes=4096)
@@ -149,7 +149,7 @@ def test_two_ranks_report_publish_and_save_as_one(bench, layout):
                 reports[place].append(report)
                 published[place].append(weights(folders[place], report.manifest))
                 if step == 1:
-                    cuts.append((await trainer.call(CALL_S, Trainer.save, 2))[0])
+                    cuts.append(await saved(trainer, 2))
             await here.buffer.call(5, Buffer.trained, step, Version(0, step + 1))
         for trainer in trainers:
             told = await trainer.call(CALL_S, Trainer.report)
@@ -164,7 +164,8 @@ def test_two_ranks_report_publish_and_save_as_one(bench, layout):
         for one, two in zip(known, held, strict=True):
             assert max(float((two[n] - one[n]).norm() / one[n].norm()) for n in one) < 1e-5
         assert all(torch.equal(held[3][name], held[2][name]) for name in held[2])  # a refused step moves nothing
-        twin = load_folder(Path(cut) / "model")
+        await trainers[1].refs[0].call(CALL_S, Trainer.export, cut, str(here.folder / "exported"))
+        twin = load_folder(here.folder / "exported")
         assert all(torch.equal(held[2][name], weight) for name, weight in twin.state_dict().items())
         probe = found[1].manifest.probe
         check_probe(probe, probe_logprobs(twin, probe.prompts))

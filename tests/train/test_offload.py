@@ -17,7 +17,7 @@ def test_versions_and_cuts_are_the_same_bit_for_bit(bench, offload):  # noqa: F8
             await here.start(f"trainer-{name}", train=TRAIN.model_copy(update={"offload": name}))
             await here.trainer.call(5, Trainer.publish, 0)
             reports = [await here.step(step) for step in range(3)]
-            cut = await here.trainer.call(10, Trainer.save, 3)
+            cut = await here.save(3)
             told = await here.trainer.call(5, Trainer.report)
             found[name] = [here.weights(report.manifest) for report in reports], cut, told
         for plain, moved in zip(found["none"][0], found[offload][0], strict=True):

@@ -26,6 +26,7 @@ from contraflow.types import Take, Version
 from contraflow.weights import open_carrier
 from contraflow.weights.fetch import fetch
 from contraflow.weights.probe import check_probe, probe_logprobs
+from tests.train.cutting import saved
 
 TRAIN = config.Train(learning_rate=1e-2, warmup_updates=2)
 WEIGHTS = config.Weights(carrier="blob", chunk_bytes=4096)  # in the run folder, so nothing is left on the machine
@@ -43,6 +44,7 @@ class Bench:
     make_group: object
     make_episode: object
     trainer: object = None
+    gang: object = None
 
     async def start(self, name="trainer", *, train=TRAIN, loss=None, weights=WEIGHTS, **place):
         gang = await self.runtime.start_gang(
@@ -55,8 +57,11 @@ class Bench:
             place=msgspec.structs.replace(self.place, **place),
             buffer=self.buffer.address,
         )
-        self.trainer = gang.refs[0]
+        self.trainer, self.gang = gang.refs[0], gang
         return self.trainer
+
+    async def save(self, step):
+        return await saved(self.gang, step)
 
     async def pose(self, version):
         """P tickets whose engine serves `version`."""
@@ -239,7 +244,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(bench):
         await here.start(train=train)
         for step in range(2):
             await here.step(step)
-        cut = await here.trainer.call(5, Trainer.save, 2)
+        cut = await here.save(2)
         take = await here.feed(2)
         straight = await here.trainer.call(20, Trainer.step, take)
         await runtime.stop("trainer")
@@ -356,7 +361,7 @@ def test_a_kl_run_keeps_its_reference_over_a_resume(bench):
         loss = config.Loss(kl_weight=0.1)
         await here.start(loss=loss)
         assert (await here.step(0)).kl == pytest.approx(0, abs=1e-7)  # the policy is still the reference
-        cut = await here.trainer.call(5, Trainer.save, 1)
+        cut = await here.save(1)
         await runtime.stop("trainer")
         await here.start("resumed", loss=loss, resume=cut)
         assert (await here.step(1)).kl > 1e-4
@@ -368,7 +373,7 @@ def test_a_checkpoint_of_another_model_and_a_gang_of_two_are_refused(bench, tmp_
     async def body(runtime):
         here = await bench(runtime)
         await here.start()
-        cut = await here.trainer.call(5, Trainer.save, 0)
+        cut = await here.save(0)
         await runtime.stop("trainer")
         other, tree = tmp_path / "other", load_folder(model_folder).config.to_hf()
         save_folder(new_decoder(ModelConfig.from_hf(tree | {"num_hidden_layers": 1}), seed=0), other)
