@@ -26,6 +26,7 @@ from contraflow.model.folder import read_config
 from contraflow.parallel.devices import check_device, first_gpu, visible_gpus, worker_setting
 from contraflow.parallel.layout import check_fit
 from contraflow.rollout.intake import Route
+from contraflow.rollout.open_served import check_servers
 from contraflow.rollout.preflight import check_tasks
 from contraflow.rollout.worker import RolloutWorker, make_rollout_rank, make_rollout_worker
 from contraflow.runtime import open_runtime
@@ -139,6 +140,8 @@ async def open_system(recipe: Recipe, folder: Path, *, resume: bool, clock: Cloc
     check_layouts(recipe)
     check_proof(recipe)
     check_wire(recipe)
+    if recipe.engine.served:
+        check_servers(recipe.engine, model_folder(recipe.model.folder))
     check_devices(recipe, visible_gpus(recipe.train.device, recipe.engine.device))
     if resume and not (folder / "recipe.toml").is_file():
         raise RunFolderError(f"{folder} holds no run to resume; leave --resume out to start one")

@@ -59,6 +59,12 @@ def test_overrides_reach_into_sections(tmp_path: Path) -> None:
         ({"engine": {"kind": "vllm", "server": {"urls": ["localhost:8000"]}}}, "write http://host:port"),
         ({"engine": {"kind": "vllm", "server": {"urls": ["http://me:pw@x:1"]}}}, "without a key"),
         ({"engine": {"kind": "vllm", "server": {"urls": ["http://a:1", "http://a:1"]}}}, "names a server twice"),
+        ({"engine": {"kind": "vllm", "server": {"urls": ["http://a:1", "http://a:1/"]}}}, "names a server twice"),
+        ({"engine": {"kind": "vllm", "server": {"urls": ["http://a:70000"]}}}, "Port out of range"),
+        ({"engine": {"kind": "vllm", "server": {"urls": ["unix:/" + "x" * 110]}}}, "may have 107 bytes"),
+        ({"engine": {"kind": "vllm", "server": {"arguments": ["a\0b"]}}}, "no word a zero byte"),
+        ({"engine": {"kind": "vllm", "server": {"python": ""}}}, "no program has an empty name"),
+        ({"weights": {"dtype": "float16"}}, "weights.dtype = 'float16': input should be 'float32', 'bfloat16' or"),
         ({"engine": {"kind": "vllm", "server": {"urls": ["http://a:1"], "count": 2}}}, "are not started"),
         ({"engine": {"kind": "vllm", "server": {"key_env": "sk-123"}}}, "not the name of an environment variable"),
         ({"engine": {"kind": "vllm"}}, "weights.refresh_deadline_s = 30.0 is less than engine.server.start_deadline_s"),
@@ -147,3 +153,10 @@ def test_a_recipe_that_makes_a_model_is_checked_by_the_same_rules(tmp_path: Path
         load_sft_recipe(path, ["sft.update=3"])
     with pytest.raises(ConfigError, match="unknown key 'sft'"):
         load_recipe(path)
+
+
+@pytest.mark.parametrize("url", ["http://me:sesame@x:1", "http://x:1/?key=sesame", "http://x:1#sesame"])
+def test_a_key_in_an_address_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigError, match="without a key") as fault:
+        check_recipe({"engine": {"kind": "vllm", "server": {"urls": [url]}}})
+    assert "sesame" not in str(fault.value)

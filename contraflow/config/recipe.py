@@ -107,7 +107,7 @@ class Weights(Section):
     carrier: Literal["memory", "blob", "collective", "ipc"] = "memory"  # see docs/weights.md
     url: str = ""  # for `blob`: a folder or s3://bucket/prefix; empty is RUN/weights
     chunk_bytes: Count = 1 << 20  # one digest each
-    dtype: Compute | Literal["float8"] = "float32"  # as which weights travel; router and head stay float32
+    dtype: Literal["float32", "bfloat16", "float8"] = "float32"  # as which weights travel; router and head stay float32
     full_every: Count = 1  # versions from one that travels whole to the next; those between travel as what changed
     bucket_bytes: Annotated[int, Field(ge=64, le=1 << 29)] = 1 << 26  # the same for `collective` and `ipc`
     probe_prompts: Count = 4  # random token rows whose log-probabilities must arrive

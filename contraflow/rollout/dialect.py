@@ -13,6 +13,9 @@ import msgspec
 from contraflow.config import Engine as EngineSection
 from contraflow.types import Float32, Int32, Routes, StopReason
 
+# What is raised by reading an answer as something that it is not.
+ODD = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, EOFError)
+
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """A stretch of one completion that one server generates in one go; most completions are of one piece."""

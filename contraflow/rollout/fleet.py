@@ -211,7 +211,7 @@ class Fleet:
     async def _begin(self, server: Server) -> None:
         try:
             await self._anew(server)
-        except (ServerError, ConfigError, CarrierError) as fault:
+        except Exception as fault:  # noqa: BLE001 - of a task: whatever it is, requests must not wait for this server
             self._lose(server, fault)
         finally:
             server.mending = None
@@ -222,7 +222,7 @@ class Fleet:
             if server.mends > MAX_MENDS:
                 raise cause
             await self._restore(server)
-        except (ServerError, ConfigError, CarrierError) as fault:
+        except Exception as fault:  # noqa: BLE001 - of a task: whatever it is, requests must not wait for this server
             self._lose(server, fault)
         finally:
             server.mending = None

@@ -12,6 +12,7 @@ import numpy as np
 
 from contraflow.envs.draws import derive_seed
 from contraflow.errors import ServerError
+from contraflow.model.families import ModelConfig
 from contraflow.rollout.dialect import Chunk, Piece
 from contraflow.rollout.engine import spans_of
 from contraflow.types import Completion, Request, Routes, StopReason, Version
@@ -20,8 +21,9 @@ from contraflow.types import Completion, Request, Routes, StopReason, Version
 class Received:
     """What a server gave for a piece. Invariant: as many finite log-probabilities as tokens, no more than asked for."""
 
-    def __init__(self, url: str, piece: Piece, vocab: int) -> None:
-        self._url, self._piece, self._vocab = url, piece, vocab
+    def __init__(self, url: str, piece: Piece, config: ModelConfig) -> None:
+        self._url, self._piece, self._config = url, piece, config
+        self._past_end = False  # a token came behind a stop token
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.stop: StopReason | None = None
@@ -30,6 +32,8 @@ class Received:
 
     def add(self, chunk: Chunk) -> None:
         """Raises: ServerError ("malformed") for what the piece cannot have got."""
+        behind = [*self.tokens[-1:], *chunk.tokens]  # only what is new is looked at: a long answer has many chunks
+        self._past_end = self._past_end or any(token in self._piece.stop_tokens for token in behind[:-1])
         self.tokens += chunk.tokens
         self.logprobs += chunk.logprobs
         self.stop = None if chunk.stop is StopReason.ABORTED else chunk.stop
@@ -45,18 +49,25 @@ class Received:
             return f"{len(chunk.tokens)} tokens with {len(chunk.logprobs)} log-probabilities"
         if not all(math.isfinite(value) and value <= 1e-5 for value in chunk.logprobs):
             return f"log-probabilities {chunk.logprobs}"
-        if not all(0 <= token < self._vocab for token in chunk.tokens):
-            return f"tokens {chunk.tokens}; the vocabulary is 0 to {self._vocab - 1}"
-        if count > piece.max_new_tokens or set(self.tokens[:-1]) & set(piece.stop_tokens):
+        if not all(0 <= token < self._config.vocab for token in chunk.tokens):
+            return f"tokens {chunk.tokens}; the vocabulary is 0 to {self._config.vocab - 1}"
+        if count > piece.max_new_tokens or self._past_end:
             return f"{count} tokens {self.tokens}; {piece.max_new_tokens} or a stop token end it"
         if self.stop is None:
             return ""
         stopped = bool(self.tokens) and self.tokens[-1] in piece.stop_tokens
         if stopped != (self.stop is StopReason.STOP) or (not stopped and count != piece.max_new_tokens):
             return f"{count} of {piece.max_new_tokens} tokens, ended by {self.stop.value!r} with {self.tokens[-1:]}"
-        if piece.routes and (self.routes is None or len(self.routes) != len(piece.prompt) + count - 1):
-            found = "none" if self.routes is None else f"of {len(self.routes)} tokens"
-            return f"routes {found}; {len(piece.prompt) + count - 1} tokens were fed"
+        return self._fault_of_routes(len(piece.prompt) + count - 1) if piece.routes else ""
+
+    def _fault_of_routes(self, fed: int) -> str:
+        config, routes = self._config, self.routes
+        if routes is None or len(routes) != fed:
+            return f"routes {'none' if routes is None else f'of {len(routes)} tokens'}; {fed} tokens were fed"
+        each = (len(config.moe_layers), config.top_k)
+        if routes.shape[1:] != each or (routes.size and routes.max() >= config.experts):
+            found = f"routes of shape {routes.shape}, up to expert {routes.max(initial=0)}"
+            return f"{found}; a token has {each} of {config.experts} experts"
         return ""
 
 

@@ -1,8 +1,8 @@
 """A small HTTP/1.1 client for servers that generate: JSON there and back, and streams of server-sent events.
 
 Takes an address (`http://host:port`, `https://...`, `unix:/path`), gives parsed answers; h11 does the protocol. Every
-request has a connection of its own, so that ending one ends what the server does for it. Every wait for bytes has a
-deadline. Follows no redirect, uses no proxy, and lets no key into an error.
+request has a connection of its own, so that ending one ends what the server does for it. Every answer has a deadline
+and a largest size, each event of a stream its own. Follows no redirect, uses no proxy, lets no key into an error.
 """
 
 import asyncio
@@ -16,18 +16,20 @@ from urllib.parse import urlencode, urlsplit
 
 import h11
 
+from contraflow.config.server import fault_of_url
 from contraflow.errors import ConfigError, ServerError
 
 _CHUNK = 1 << 16
 _MAX_TEXT = 400  # characters of a server's own words that an error repeats
-_MAX_EVENT = 64 << 20  # bytes of one line: a long sequence's experts fit, an endless line does not
+_MAX_BYTES = 64 << 20  # of one answer, or one line of a stream: a long sequence's experts fit, an endless one does not
 
 
 class HttpClient:
     """One server. Holds no connection between calls, so it needs no closing and may be shared by tasks."""
 
     def __init__(self, url: str, *, key: str = "", deadline_s: float = 60.0) -> None:
-        """`key` is sent as a bearer token. `deadline_s` bounds each wait: for a connection, and for more bytes."""
+        """`key` is sent as a bearer token. `deadline_s` bounds each answer as a whole, in a stream each event: bytes
+        that only keep a connection alive buy no time. Raises: ConfigError."""
         self.url = url.rstrip("/")
         self._place = _Place.of(self.url)
         self._key = key
@@ -53,12 +55,13 @@ class HttpClient:
 
         Leaving the loop early closes the connection. Raises: ServerError, also when the stream ends without `[DONE]`.
         """
-        async with self._asked("POST", path, body, self._deadline_s) as answer:
+        async with self._asked("POST", path, body, self._deadline_s) as link:
             rest = b""
-            async for data in answer:
+            link.extend()
+            async for data in link.data():
                 *lines, rest = (rest + data).split(b"\n")
-                if len(rest) > _MAX_EVENT:
-                    raise ServerError(self.url, "malformed", f"{path} streams a line of over {_MAX_EVENT} bytes")
+                if len(rest) > _MAX_BYTES:
+                    raise ServerError(self.url, "malformed", f"{path} streams a line of over {_MAX_BYTES} bytes")
                 for line in lines:
                     if not line.startswith(b"data:"):
                         continue
@@ -66,28 +69,31 @@ class HttpClient:
                     if text == b"[DONE]":
                         return
                     yield self._parsed(path, text)
+                    link.extend()
             raise ServerError(self.url, "unreachable", f"{path} ended its stream before it was done")
 
     async def _whole(self, method: str, path: str, body: Any, deadline_s: float | None) -> Any:
-        async with self._asked(method, path, body, deadline_s or self._deadline_s) as answer:
-            text = b"".join([data async for data in answer])
+        async with self._asked(method, path, body, deadline_s or self._deadline_s) as link:
+            text = await link.rest(_MAX_BYTES + 1)
+        if len(text) > _MAX_BYTES:
+            raise ServerError(self.url, "malformed", f"{path} gave over {_MAX_BYTES} bytes")
         return self._parsed(path, text) if text.strip() else None
 
     @asynccontextmanager
-    async def _asked(self, method: str, path: str, body: Any, deadline_s: float) -> AsyncIterator[AsyncIterator[bytes]]:
-        """The body of the answer, once its status says that there is one."""
+    async def _asked(self, method: str, path: str, body: Any, deadline_s: float) -> AsyncIterator["_Link"]:
+        """A link whose next bytes are the body of the answer, once its status says that there is one."""
         link: _Link | None = None
         try:
             link = await _Link.open(self._place, deadline_s)
             status = await link.ask(method, path, self._headers(body), b"" if body is None else _encoded(body))
             if status >= 300:
-                said = await link.rest(_MAX_TEXT)
+                said = (await link.rest(_MAX_TEXT)).decode(errors="replace")
                 kind = "refused" if status < 500 else "unreachable" if status in (502, 503, 504) else "failed"
                 raise ServerError(self.url, kind, self._clean(f"{method} {path} gave {status}: {said}"))
-            yield link.data()
+            yield link
         except TimeoutError:
-            raise ServerError(self.url, "late", f"{method} {path}: silent for {deadline_s:g} s") from None
-        except (OSError, EOFError, h11.RemoteProtocolError) as fault:
+            raise ServerError(self.url, "late", f"{method} {path}: no answer within {deadline_s:g} s") from None
+        except (OSError, EOFError, UnicodeError, h11.RemoteProtocolError) as fault:  # a UnicodeError is a host's name
             raise ServerError(self.url, "unreachable", self._clean(f"{method} {path}: {fault or 'closed'}")) from None
         finally:
             if link is not None:
@@ -104,8 +110,8 @@ class HttpClient:
     def _parsed(self, path: str, text: bytes) -> Any:
         try:
             return json.loads(text)
-        except ValueError:
-            said = self._clean(text[:_MAX_TEXT].decode(errors="replace"))
+        except (ValueError, RecursionError):
+            said = self._clean(text.decode(errors="replace"))[:_MAX_TEXT]
             raise ServerError(self.url, "malformed", f"{path} gave no JSON: {said}") from None
 
     def _clean(self, text: str) -> str:
@@ -123,21 +129,26 @@ class _Place:
 
     @classmethod
     def of(cls, url: str) -> "_Place":
+        if (fault := fault_of_url(url)) is not None:
+            raise ConfigError(fault)
         if url.startswith("unix:/"):
             return cls("localhost", path=url.removeprefix("unix:"))
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path or parts.username:
-            raise ConfigError(f"server address {url!r}: write http://host:port, https://host:port or unix:/path")
         tls = parts.scheme == "https"
-        return cls(parts.hostname, parts.port or (443 if tls else 80), tls=tls)
+        return cls(str(parts.hostname), parts.port or (443 if tls else 80), tls=tls)
 
 
 class _Link:
-    """One connection, for one exchange. Reads and writes raise TimeoutError after `deadline_s` without progress."""
+    """One connection, for one exchange. What is not done `deadline_s` after `open` or `extend` raises TimeoutError."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, deadline_s: float) -> None:
         self._reader, self._writer, self._deadline_s = reader, writer, deadline_s
         self._protocol = h11.Connection(h11.CLIENT)
+        self.extend()
+
+    def extend(self) -> None:
+        """Give the other side the whole deadline anew."""
+        self._until = asyncio.get_running_loop().time() + self._deadline_s
 
     @classmethod
     async def open(cls, place: _Place, deadline_s: float) -> "_Link":
@@ -156,7 +167,7 @@ class _Link:
         request = h11.Request(method=method, target=path, headers=headers)
         for event in (request, *([h11.Data(data=body)] if body else []), h11.EndOfMessage()):
             self._writer.write(self._protocol.send(event) or b"")
-        async with asyncio.timeout(self._deadline_s):
+        async with asyncio.timeout_at(self._until):
             await self._writer.drain()
         while not isinstance(event := await self._next(), h11.Response):
             pass  # an informational answer comes before the one
@@ -167,21 +178,21 @@ class _Link:
         while isinstance(event := await self._next(), h11.Data):
             yield bytes(event.data)
 
-    async def rest(self, most: int) -> str:
-        """The first `most` bytes of the body, as text."""
-        found = b""
+    async def rest(self, most: int) -> bytes:
+        """The first `most` bytes of the body."""
+        found = bytearray()
         async for data in self.data():
             found += data
             if len(found) >= most:
                 break
-        return found[:most].decode(errors="replace")
+        return bytes(found[:most])
 
     def close(self) -> None:
         self._writer.close()  # what is left to send is nothing; nobody waits for the other side to agree
 
     async def _next(self) -> Any:
         while (event := self._protocol.next_event()) is h11.NEED_DATA:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout_at(self._until):
                 self._protocol.receive_data(await self._reader.read(_CHUNK))
         if isinstance(event, h11.ConnectionClosed):
             raise EOFError("the connection closed")

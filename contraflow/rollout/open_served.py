@@ -3,8 +3,10 @@
 Takes the section, the model and the run's folder; gives an engine that starts nothing before it is first used.
 """
 
+import importlib.util
 import os
 import secrets
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -42,13 +44,9 @@ def open_served(section: EngineSection, folder: Path, run_folder: Path, host: Ho
 def open_servers(
     section: EngineSection, folder: Path, log: Callable[[int], Path], environment: Mapping[str, str] = os.environ
 ) -> list[Server]:
-    """The servers a section asks for; `log` says where each started one prints. Raises: ConfigError."""
+    """The servers a section asks for; `log` says where each started one prints. Raises: as `check_servers`."""
+    check_servers(section, folder, environment)
     server, key = section.server, key_of(section, environment)
-    if section.kind == "sglang" and not server.urls:
-        raise ConfigError(
-            "engine.server.urls = [] with engine.kind = 'sglang': SGLang servers are attached to, not started; start "
-            "one with what `contraflow plan-engine` prints, and name its address there"
-        )
     found = []
     for url in server.urls:
         client = _client(url, key, server.request_deadline_s)
@@ -68,6 +66,32 @@ def open_servers(
     return found
 
 
+def check_servers(section: EngineSection, folder: Path, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise ConfigError for what no server is needed to know: before anything is started. `folder` is the model's."""
+    server, context = section.server, read_config(folder).context
+    if importlib.util.find_spec("h11") is None:
+        raise ConfigError("served engines need the package 'h11': pip install 'contraflow[served]'")
+    key_of(section, environment)
+    if server.folder and not os.access(server.folder, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"engine.server.folder = {server.folder!r}: not a folder that can be written to; make it, or leave it empty"
+        )
+    if section.context_tokens > context:
+        raise ConfigError(f"engine.context_tokens = {section.context_tokens}: the model was made for {context} at most")
+    if server.urls:
+        return
+    if section.kind == "sglang":
+        raise ConfigError(
+            "engine.server.urls = [] with engine.kind = 'sglang': SGLang servers are attached to, not started; start "
+            "one with what `contraflow plan-engine` prints, and name its address there"
+        )
+    if shutil.which(server.python, path=environment.get("PATH")) is None:
+        raise ConfigError(
+            f"engine.server.python = {server.python!r}: there is no such program here; name the interpreter of the "
+            "environment that has vLLM, or attach to servers with engine.server.urls"
+        )
+
+
 def _dialect(section: EngineSection, folder: Path, client: "HttpClient") -> Dialect:
     if section.kind == "vllm":
         moe_layers = read_config(folder).moe_layers
@@ -76,16 +100,20 @@ def _dialect(section: EngineSection, folder: Path, client: "HttpClient") -> Dial
 
 
 def _client(url: str, key: str, deadline_s: float) -> "HttpClient":
-    try:
-        from contraflow.rollout.http import HttpClient
-    except ModuleNotFoundError as fault:
-        raise ConfigError(f"served engines need the package {fault.name!r}: pip install 'contraflow[served]'") from None
+    from contraflow.rollout.http import HttpClient
+
     return HttpClient(url, key=key, deadline_s=deadline_s)
 
 
 def key_of(section: EngineSection, environment: Mapping[str, str]) -> str:
     """The servers' key, from the variable that the section names; empty if it names none. Raises: ConfigError."""
     name = section.server.key_env
-    if name and not environment.get(name):
+    key = environment.get(name, "") if name else ""
+    if name and not key:
         raise ConfigError(f"engine.server.key_env = {name!r}: there is no such environment variable, or it is empty")
-    return environment[name] if name else ""
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise ConfigError(
+            f"engine.server.key_env = {name!r}: what the variable holds cannot be sent as a key; printable ASCII"
+            " without spaces can (does it end with the line end of the file that it was read from?)"
+        )
+    return key

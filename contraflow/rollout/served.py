@@ -204,7 +204,7 @@ class ServedEngine:
 
     async def _read(self, server: Server, flight: Flight, piece: Piece) -> Received:
         """What the server streams of a piece, until it ends or the flight is parked."""
-        received = Received(server.dialect.url, piece, self._config.vocab)
+        received = Received(server.dialect.url, piece, self._config)
 
         async def read() -> None:
             async with aclosing(server.dialect.generate(piece)) as chunks:

@@ -47,20 +47,14 @@ class Started:
         self._socket = Path(url.removeprefix("unix:")) if url.startswith("unix:") else None
 
     async def start(self, answers: Answers) -> None:
-        """Start it anew. Raises: ServerError when it ends, with its last words, or is late."""
+        """Start it anew. Raises: ServerError when it cannot be, when it ends, with its last words, or is late."""
         await self.stop()
-        if self._socket is not None:
-            self._socket.parent.mkdir(mode=0o700)
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as log:
-            self._keeper = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "contraflow.rollout.keeper", *self._words),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env={**self._environment},
-            )
-        ended = asyncio.create_task(self._keeper.wait())
+        try:
+            keeper = self._keeper = await self._launch()
+        except OSError as fault:
+            self._remove_socket()
+            raise ServerError(self._url, "unreachable", f"it cannot be started: {fault}") from fault
+        ended = asyncio.create_task(keeper.wait())
         try:
             await _answered(self._url, answers, ended, self._deadline_s)
         except ServerError as fault:
@@ -81,6 +75,22 @@ class Started:
                 await keeper.wait()
         except TimeoutError:
             keeper.kill()
+        self._remove_socket()
+
+    async def _launch(self) -> asyncio.subprocess.Process:
+        if self._socket is not None:
+            self._socket.parent.mkdir(mode=0o700)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "contraflow.rollout.keeper", *self._words),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env={**self._environment},
+            )
+
+    def _remove_socket(self) -> None:
         if self._socket is not None:
             shutil.rmtree(self._socket.parent, ignore_errors=True)
 

@@ -23,7 +23,7 @@ from contraflow.config import Engine as EngineSection
 from contraflow.envs.draws import derive_seed
 from contraflow.errors import ConfigError, ServerError
 from contraflow.model.families import ModelConfig
-from contraflow.rollout.dialect import Chunk, Piece
+from contraflow.rollout.dialect import ODD, Chunk, Piece
 from contraflow.types import Float32, Int32, Routes, StopReason
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ class Sglang:
             told = piece.routes and stop in (StopReason.STOP, StopReason.LENGTH)
             routes = self._routes(meta["routed_experts"], piece, count) if told else None
             stamp = _stamp(meta)
-        except (KeyError, IndexError, TypeError, ValueError) as fault:
+        except ODD as fault:
             said = f"{type(fault).__name__}: {fault}"
             raise ServerError(self.url, "malformed", f"/generate gave an event of another form ({said})") from None
         if len(seen) + len(tokens) != count:
@@ -211,7 +211,7 @@ class Sglang:
             pairs = (await self._client.post("/generate", body))["meta_info"]["input_token_logprobs"]
             given = [int(pair[1]) for pair in pairs]
             logprobs = np.array([float(pair[0]) for pair in pairs[1:]], np.float32)
-        except (KeyError, IndexError, TypeError, ValueError) as fault:
+        except ODD as fault:
             said = f"{type(fault).__name__}: {fault}"
             raise ServerError(self.url, "malformed", f"/generate scored in another form ({said})") from None
         if given != ids:

@@ -7,11 +7,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from contraflow.errors import ServerError
+from contraflow.model.families import ModelConfig
 from contraflow.rollout.dialect import Chunk
 from contraflow.rollout.flight import Flight, Received
 from contraflow.types import Request, StopReason, Version
 
 VOCAB, CONTEXT, STOP = 50, 40, 7
+MODEL = ModelConfig(
+    family="qwen3_moe",
+    vocab=VOCAB,
+    dim=16,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    experts=4,
+    top_k=2,
+    expert_ffn=16,
+    renormalise=True,
+)
 
 
 def flight(new: int = 20, policy: Literal["keep", "recompute"] = "keep", **rest: Any) -> Flight:
@@ -22,7 +37,7 @@ def flight(new: int = 20, policy: Literal["keep", "recompute"] = "keep", **rest:
 
 def give(one: Flight, version: Version, tokens: list[int]) -> None:
     """A piece under `version` that brings `tokens`, one chunk each."""
-    received = Received("here", one.piece(version), VOCAB)
+    received = Received("here", one.piece(version), MODEL)
     for token in tokens:
         received.add(Chunk(tokens=[token], logprobs=[-0.5 - token]))
     one.add(received, version)
@@ -86,3 +101,16 @@ def test_the_end_is_a_stop_token_the_length_asked_for_or_the_context() -> None:
         one = flight(new=new)
         give(one, Version(1, 1), tokens)
         assert one.ended == ended
+
+
+@given(st.lists(st.lists(st.sampled_from([STOP, 8, 9]), max_size=3), max_size=5))
+def test_nothing_may_come_behind_a_stop_token_however_tokens_are_cut_into_chunks(chunks: list[list[int]]) -> None:
+    received, tokens = Received("here", flight().piece(Version(1, 1)), MODEL), list[int]()
+    for chunk in chunks:
+        tokens += chunk
+        if STOP in tokens[:-1]:
+            with pytest.raises(ServerError, match="a stop token end it"):
+                received.add(Chunk(tokens=chunk, logprobs=[-1.0] * len(chunk)))
+            return
+        received.add(Chunk(tokens=chunk, logprobs=[-1.0] * len(chunk)))
+    assert received.tokens == tokens

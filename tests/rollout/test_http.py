@@ -159,7 +159,7 @@ def test_silence_is_bounded_before_an_answer_and_within_one() -> None:
     async def body() -> None:
         for data in (b"", b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n{"):
             server, url = await raw(data, hold=True)
-            with pytest.raises(ServerError, match=r"silent for 0\.1 s") as caught:
+            with pytest.raises(ServerError, match=r"no answer within 0\.1 s") as caught:
                 await HttpClient(url, deadline_s=0.1).get("/")
             assert caught.value.kind == "late"
             server.close()
@@ -167,9 +167,74 @@ def test_silence_is_bounded_before_an_answer_and_within_one() -> None:
     run(body)
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"HTTP/1.1 200 OK\r\n" + b"X-More: 1\r\n" * 1000,
+        b"HTTP/1.1 100 Continue\r\n\r\n" * 1000,
+        b"HTTP/1.1 200 OK\r\n\r\n" + b" " * 10_000,
+        b"HTTP/1.1 200 OK\r\n\r\n" + b": still here\n\n" * 1000,
+        b"HTTP/1.1 500 Oh\r\n\r\n" + b"x" * 10_000,
+    ],
+    ids=["head", "continue", "blanks", "comments", "error"],
+)
+def test_bytes_that_only_keep_a_connection_alive_buy_no_time(data: bytes) -> None:
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        for start in range(0, len(data), 13):
+            writer.write(data[start : start + 13])
+            await asyncio.sleep(0.02)
+        writer.close()
+
+    async def body() -> None:
+        server = await asyncio.start_server(drip, "127.0.0.1", 0)
+        client = HttpClient("http://{}:{}".format(*server.sockets[0].getsockname()[:2]), deadline_s=0.3)
+        for asked in (client.get("/"), anext(client.stream("/", {}))):
+            with pytest.raises(ServerError) as caught:
+                await asyncio.wait_for(asked, 5)
+            assert caught.value.kind == "late"
+        server.close()
+
+    run(body)
+
+
+def test_a_stream_may_take_longer_than_its_deadline_as_long_as_events_come() -> None:
+    async def count() -> AsyncGenerator[Any, None]:
+        for number in range(8):
+            yield number
+            await asyncio.sleep(0.1)
+
+    async def handle(ask: Ask) -> Reply:
+        return Reply(events=count())
+
+    async def body() -> None:
+        server, url = await served(handle)
+        assert [event async for event in HttpClient(url, deadline_s=0.4).stream("/", {})] == [*range(8)]
+        await server.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize("text", [b"[" * 200_000, b'"' + b"x" * (65 << 20) + b'"'], ids=["deep", "endless"])
+def test_an_answer_too_deep_or_too_long_to_read_is_malformed(text: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + text)
+        writer.close()
+
+    async def body() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        with pytest.raises(ServerError) as caught:
+            await HttpClient("http://{}:{}".format(*server.sockets[0].getsockname()[:2])).get("/")
+        assert (caught.value.kind, len(str(caught.value)) < 600) == ("malformed", True)
+        server.close()
+
+    run(body)
+
+
 def test_nobody_there_is_unreachable(tmp_path: Path) -> None:
     async def body() -> None:
-        for url in (f"unix:{tmp_path}/none", "http://127.0.0.1:1"):
+        for url in (f"unix:{tmp_path}/none", "http://127.0.0.1:1", f"http://{'a' * 64}:1"):
             with pytest.raises(ServerError) as caught:
                 await HttpClient(url).get("/")
             assert caught.value.kind == "unreachable"
@@ -193,7 +258,11 @@ def test_a_key_goes_into_the_header_and_into_no_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://x", "http://", "http://user:pw@host", "http://host/path", "host:80", "unix:rel"]
+    "url",
+    [
+        *("ftp://x", "http://", "http://user:pw@host", "http://host/path", "host:80", "unix:rel", "unix:/a b"),
+        *("http://host:eighty", "http://host:70000", "http://[::1", "http://h\0st", "unix:/a\0b"),
+    ],
 )
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="write http://host:port"):

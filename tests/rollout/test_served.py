@@ -95,11 +95,21 @@ def logprobs_of(decoder: Decoder, prompt: Int32, tokens: Int32, temperature: flo
     return scaled[rows, whole[len(prompt) :]].numpy()
 
 
-def routes_as_text(shape: tuple[int, ...] = (14, 2, 2), dtype: str = "uint8") -> str:
+def routes_as_text(
+    shape: tuple[int, ...] = (14, 2, 2), dtype: str = "uint8", *, first: int = 0, experts: int = 1 << 8
+) -> str:
     """As vLLM sends them: a numpy file in base 64. Of type "O" it would be unpickled by whoever lets that happen."""
     file = io.BytesIO()
-    np.save(file, np.arange(math.prod(shape)).reshape(shape).astype(dtype), allow_pickle=True)
+    ids = first + np.arange(math.prod(shape)).reshape(shape) % experts
+    np.save(file, ids.astype(dtype), allow_pickle=True)
     return base64.b64encode(file.getvalue()).decode()
+
+
+def huge_routes() -> str:
+    """An array of 400 GB, as its head says."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (10**11, 2, 2)})
+    return base64.b64encode(file.getvalue() + b"1").decode()
 
 
 class Once:
@@ -303,7 +313,13 @@ def test_an_answer_that_cannot_be_is_thrown_away_counted_and_asked_for_again(tmp
 
 @pytest.mark.parametrize(
     "routed",
-    [None, "no base64!", routes_as_text((5, 2, 2)), routes_as_text((3 + 12 - 1, 4)), routes_as_text(dtype="O")],
+    [
+        *(None, "no base64!", "", base64.b64encode(b"PK\x03\x04").decode(), huge_routes()),
+        *(routes_as_text((5, 2, 2)), routes_as_text((3 + 12 - 1, 4)), routes_as_text(dtype="O")),
+        *(routes_as_text((3 + 12 - 1, 2, 3), experts=4), routes_as_text((3 + 12 - 1, 3, 2), experts=4)),
+        *(routes_as_text(experts=5), routes_as_text(dtype="int32", first=-1, experts=4)),
+        routes_as_text(dtype="int32", first=1 << 16, experts=4),
+    ],
 )
 def test_routes_that_cannot_be_are_thrown_away_counted_and_asked_for_again(tmp_path: Path, routed: str | None) -> None:
     def spoil(event: Any) -> Any:
@@ -342,6 +358,31 @@ def test_closing_in_mid_refresh_fails_the_refresh(tmp_path: Path) -> None:
     run(body)
 
 
+@pytest.mark.parametrize("logprob", [10**400, "x", None, [], {}, True])
+def test_a_log_probability_that_is_none_is_the_servers_fault(tmp_path: Path, logprob: Any) -> None:
+    async def body() -> None:
+        async with opened(tmp_path, tamper=Once("/inference/v1/generate", scored(logprob))) as twins:
+            assert len((await twins.engine.generate(ask())).tokens) == 12
+            assert sum(twins.engine.report().faults.values()) == 1
+
+    run(body)
+
+
+def test_a_server_that_cannot_be_begun_for_whatever_reason_is_given_up_and_not_waited_for(tmp_path: Path) -> None:
+    async def body() -> None:
+        twins = over_twins(CONFIG, tmp_path, version=V1)
+
+        async def start(answers: Any) -> None:
+            raise RuntimeError("nobody thought of this")
+
+        twins.processes[0].start = start  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match=r"given up: nobody thought of this"):
+            await twins.engine._fleet.ready()  # a request would go round and round, and leave no time for a deadline
+        await twins.engine.close()
+
+    run(body)
+
+
 def test_a_server_that_never_answers_right_costs_the_request_and_then_itself(tmp_path: Path) -> None:
     async def body() -> None:
         told = list[str]()
@@ -374,7 +415,7 @@ def test_a_server_that_falls_silent_is_named_after_its_deadline(tmp_path: Path) 
         server = section.server.model_copy(update={"request_deadline_s": 0.2})
         section = section.model_copy(update={"server": server})
         async with opened(tmp_path, behind=Mute, section=section) as twins:
-            with pytest.raises(ServerError, match=r"late: .*silent for 0.2 s") as caught:
+            with pytest.raises(ServerError, match=r"late: .*no answer within 0.2 s") as caught:
                 await twins.engine.generate(ask())
             assert twins.processes[0].socket.name in caught.value.server
             assert twins.engine.report().faults["late"] >= 2

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 from contraflow.config import Engine as EngineSection
 from contraflow.config import Server as ServerSection
+from contraflow.config import check_recipe
 from contraflow.errors import CarrierError, ConfigError, ServerError
 from contraflow.model.decoder import new_decoder
 from contraflow.model.folder import load_folder
@@ -25,6 +27,7 @@ from contraflow.rollout.release import Releases
 from contraflow.rollout.served import ServedEngine
 from contraflow.rollout.servers import Attached, Started
 from contraflow.rollout.vllm import Vllm, command, environment
+from contraflow.system import open_system
 from contraflow.types import Request, Span, Version
 from contraflow.weights.memory import sweep
 from tests.rollout.served_lab import model_folder, served_section
@@ -167,6 +170,57 @@ def test_the_key_travels_by_environment_and_stands_in_no_command_line() -> None:
     given = environment({"PYTHONPATH": "/x", "KEY": "sesame"}, Path("/pkg"), "sesame")
     assert (given["PYTHONPATH"], given["VLLM_API_KEY"]) == ("/pkg:/x", "sesame")
     assert "VLLM_API_KEY" not in environment({}, Path("/pkg"), "")
+
+
+@pytest.mark.parametrize("key", ["sesame\n", "ses ame", "sésame", "sesame\r\nX-Other: 1"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_repeated(key: str) -> None:
+    section = EngineSection(kind="vllm", server=ServerSection(key_env="KEY"))
+    with pytest.raises(ConfigError, match=r"key_env = 'KEY'.*printable ASCII") as fault:
+        key_of(section, {"KEY": key})
+    assert key[:3] not in str(fault.value)
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        (
+            {"server": {"python": "/no/such/python"}},
+            "engine.server.python = '/no/such/python': there is no such program",
+        ),
+        ({"server": {"folder": "/no/such/folder"}}, "engine.server.folder = '/no/such/folder': not a folder"),
+        ({"server": {"key_env": "NO_SUCH_KEY"}}, "engine.server.key_env = 'NO_SUCH_KEY'"),
+        ({"context_tokens": 257}, "engine.context_tokens = 257: the model was made for 256"),
+        ({"kind": "sglang"}, "SGLang servers are attached to, not started"),
+    ],
+)
+def test_what_no_server_is_needed_to_know_is_refused_before_anything_is_started(
+    tmp_path: Path, engine: dict[str, Any], says: str
+) -> None:
+    recipe = check_recipe({"engine": {"kind": "vllm", **engine}, "weights": {"refresh_deadline_s": 300.0}})
+
+    async def body() -> None:
+        async with open_system(recipe, tmp_path / "run", resume=False, clock=time.monotonic):
+            raise AssertionError("it was started")
+
+    with pytest.raises(ConfigError) as fault:
+        asyncio.run(body())
+    assert says in str(fault.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_server_that_cannot_be_started_for_want_of_room_is_named_and_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("a file where its folder should be")
+
+    async def body() -> None:
+        url = f"unix:{tmp_path}/a/s"
+        process = Started(url, SLEEP, os.environ, tmp_path / "log" / "0.log", deadline_s=30.0)
+        for _ in range(2):
+            with pytest.raises(ServerError, match="cannot be started") as fault:
+                await process.start(Vllm(HttpClient(url)).alive)
+            assert fault.value.server == url
+        assert not (tmp_path / "a").exists()
+
+    run(body)
 
 
 def test_each_address_and_each_count_is_a_server_of_its_own(tmp_path: Path) -> None:

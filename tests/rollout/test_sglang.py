@@ -251,6 +251,8 @@ def last_event(tree: list[dict[str, Any]]) -> dict[str, Any]:
         lambda tree: last_event(tree)["meta_info"].update(output_token_logprobs=[[None, 9, None], [-1.0, 7, None]]),
         lambda tree: last_event(tree)["meta_info"].pop("weight_version"),
         lambda tree: last_event(tree).pop("meta_info"),
+        lambda tree: last_event(tree).update(meta_info=None),
+        lambda tree: last_event(tree)["meta_info"]["output_token_logprobs"][0].__setitem__(0, 10**400),
         lambda tree: tree[0]["response"].update(events=[["what"]]),
     ],
 )
