@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from contraflow.model.paged import Placing
+
 NORMS = {"none": 0, "head": 1, "projection": 2}
 
 
@@ -23,14 +25,6 @@ class Target(NamedTuple):
     layer: Tensor
     slots_T: Tensor
     block_tokens: int
-
-
-class Treatment(NamedTuple):
-    """Norm of queries and keys (`[2, d]`: of each head; `[(H + G) * d]`: of all together; None) and clamp, or None."""
-
-    norm: Tensor | None
-    eps: float
-    clip: float | None
 
 
 @triton.jit
@@ -78,16 +72,14 @@ def _place(
         tl.store(layer + (page_R * BS + slot % BS)[:, None] * DIM + d_D[None, :], x, mask=here)
 
 
-def place(
-    qkv: Tensor, cos_T1r: Tensor, sin_T1r: Tensor, treatment: Treatment, target: Target, *, kv_heads: int
-) -> Tensor:
+def place(qkv: Tensor, cos_T1r: Tensor, sin_T1r: Tensor, placing: Placing, target: Target, *, kv_heads: int) -> Tensor:
     """`[T, H + 2 * G, d]` -> queries `[T, H, d]` in the pages' dtype; keys and values go to their slots.
 
     Slots that several tokens share hold one of them (padding rows share a scratch block).
     """
     tokens, rows, dim = qkv.shape
     heads = rows - 2 * kv_heads
-    layer, norm = target.layer, treatment.norm
+    layer, norm = target.layer, placing.norm
     q_THd = torch.empty(tokens, heads, dim, dtype=layer.dtype, device=qkv.device)
     if not tokens:
         return q_THd
@@ -96,7 +88,7 @@ def place(
     shape: dict[str, Any] = {"HEADS": heads, "GROUPS": kv_heads, "R": padded, "DIM": dim, "D": width}
     _place[(tokens, 3)](
         qkv.contiguous(), cos_T1r.contiguous(), sin_T1r.contiguous(), qkv if norm is None else norm, target.slots_T,
-        q_THd, layer, treatment.eps, treatment.clip or 0.0, TURNED=cos_T1r.shape[-1], BS=target.block_tokens,
-        NORM=NORMS[named], CLIP=treatment.clip is not None, num_warps=min(max(padded * width // 512, 1), 8), **shape,
+        q_THd, layer, placing.eps, placing.clip or 0.0, TURNED=cos_T1r.shape[-1], BS=target.block_tokens,
+        NORM=NORMS[named], CLIP=placing.clip is not None, num_warps=min(max(padded * width // 512, 1), 8), **shape,
     )  # fmt: skip
     return q_THd

@@ -7,9 +7,7 @@ Shape letters: T tokens fed, H query heads, G key/value heads, d head dimension,
 table, Q fed tokens of a sequence at most, L positions of a sequence.
 """
 
-from functools import cache as kept
 from functools import cached_property
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -18,7 +16,7 @@ from torch.nn import functional as F
 
 from contraflow.errors import ModelError
 from contraflow.model.cache import KVCache
-from contraflow.model.ops import cast
+from contraflow.model.ops import cast, have_triton
 from contraflow.model.rotary import Rotation
 from contraflow.model.sinks import Sight, additive, hidden, sink_attention
 
@@ -126,7 +124,10 @@ class _PagedLayer:
 
 
 class Placing(NamedTuple):
-    """What stands between a projection and attention: norm of queries and keys, as `Attention.qk_norm`, and clamp."""
+    """What stands between a projection and attention: clamp, or None, and norm of queries and keys.
+
+    `norm` is `Attention.qk_norm`: `[2, d]` of each head, `[(H + G) * d]` of all together, or None.
+    """
 
     norm: Tensor | None
     eps: float
@@ -196,22 +197,15 @@ class KernelLayer:
 
         cache = self._plan.cache
         target = kernels_place.Target(self._pages, self._plan.slots_T, cache.block_tokens)
-        treatment = kernels_place.Treatment(*placing)
-        return kernels_place.place(qkv, *turn, treatment, target, kv_heads=len(cache.heads) // 2)
+        return kernels_place.place(qkv, *turn, placing, target, kv_heads=len(cache.heads) // 2)
 
 
 def paged_plan(
     cache: KVCache, tables_BN: Tensor, lengths_B: Tensor, slots_T: Tensor, queries_BQ: Tensor | None = None
 ) -> PagedPlan | KernelPlan:
     """The plan for the cache's device; arguments as `PagedPlan`'s."""
-    made = KernelPlan if cache.pool.is_cuda and not torch.is_grad_enabled() and _have_triton() else PagedPlan
+    made = KernelPlan if cache.pool.is_cuda and not torch.is_grad_enabled() and have_triton() else PagedPlan
     return made(cache, tables_BN, lengths_B, slots_T, queries_BQ)
-
-
-@kept
-def _have_triton() -> bool:
-    """torch for CUDA brings Triton on Linux, and not everywhere else."""
-    return find_spec("triton") is not None
 
 
 def _check(tables_BN: Tensor, lengths_B: Tensor, slots_T: Tensor, queries_BQ: Tensor | None) -> None:

@@ -17,6 +17,7 @@ from contraflow.model.families import ModelConfig
 from contraflow.model.folder import copy_companions, write_folder
 from contraflow.parallel.pieces import shapes
 from contraflow.types import Version
+from contraflow.weights.manifest import check_shapes
 from contraflow.weights.memory import own, shared_folder
 
 
@@ -34,7 +35,7 @@ class Releases:
 
         Raises: CarrierError when a tensor is missing, surplus or misshapen, or there is no room.
         """
-        self._check(version, tensors)
+        check_shapes({name: tensor.shape for name, tensor in tensors.items()}, self._shapes, f"version {version}")
         if self._lock is None:
             self._lock = own(self._place)
         folder = self._place / f"{version}-{secrets.token_hex(4)}"
@@ -58,16 +59,3 @@ class Releases:
             shutil.rmtree(self._place, ignore_errors=True)
             os.close(self._lock)
             self._lock = None
-
-    def _check(self, version: Version, tensors: Mapping[str, Tensor]) -> None:
-        missing, surplus = self._shapes.keys() - tensors.keys(), tensors.keys() - self._shapes.keys()
-        if missing or surplus:
-            raise CarrierError(
-                f"version {version} does not fit the model: missing {sorted(missing) or 'none'}, "
-                f"not of this model {sorted(surplus) or 'none'}"
-            )
-        for name, shape in self._shapes.items():
-            if tuple(tensors[name].shape) != shape:
-                raise CarrierError(
-                    f"tensor {name!r} has shape {list(tensors[name].shape)}, the model's is {list(shape)}"
-                )

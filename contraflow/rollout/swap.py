@@ -12,6 +12,7 @@ from torch import Tensor
 from contraflow.errors import CarrierError
 from contraflow.model.decoder import Decoder
 from contraflow.types import Probe
+from contraflow.weights.manifest import check_shapes
 from contraflow.weights.probe import check_probe, probe_logprobs
 
 
@@ -64,17 +65,8 @@ class LiveWeights:
         self._copy(self._loaded)
 
     def _check(self, tensors: Mapping[str, Tensor]) -> None:
-        missing, surplus = self.live.keys() - tensors.keys(), tensors.keys() - self.live.keys()
-        if missing or surplus:
-            raise CarrierError(
-                f"the version does not fit the model: missing {sorted(missing) or 'none'}, "
-                f"not of this model {sorted(surplus) or 'none'}"
-            )
-        for name, live in self.live.items():
-            if tensors[name].shape != live.shape:
-                raise CarrierError(
-                    f"tensor {name!r} has shape {list(tensors[name].shape)}, the model's is {list(live.shape)}"
-                )
+        found, wanted = ({name: tensor.shape for name, tensor in held.items()} for held in (tensors, self.live))
+        check_shapes(found, wanted, "the version")
 
     @torch.no_grad()
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:

@@ -140,17 +140,21 @@ def check_fit(manifest: Manifest, expected: Expected) -> None:
             f"version {version} is of model {manifest.model!r}, the engine runs {expected.model!r}; the old one is kept"
         )
     shapes = {entry.name: entry.shape for entry in manifest.tensors if not entry.name.endswith(SCALES)}
-    missing, extra = expected.shapes.keys() - shapes.keys(), shapes.keys() - expected.shapes.keys()
+    check_shapes(shapes, expected.shapes, f"version {version}")
+
+
+def check_shapes(found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]], what: str) -> None:
+    """Raise CarrierError unless tensors have an engine's names and shapes; `what` names the former."""
+    missing, extra = wanted.keys() - found.keys(), found.keys() - wanted.keys()
     if missing or extra:
         raise CarrierError(
-            f"version {version} does not fit the engine: missing {_some(missing)}, not known {_some(extra)}; "
-            "the old one is kept"
+            f"{what} does not fit the engine: missing {_some(missing)}, not known {_some(extra)}; the old one is kept"
         )
-    for name, shape in shapes.items():
-        if tuple(shape) != tuple(expected.shapes[name]):
+    for name, shape in found.items():
+        if tuple(shape) != tuple(wanted[name]):
             raise CarrierError(
-                f"version {version}: tensor {name!r} has shape {list(shape)}, the engine's has "
-                f"{list(expected.shapes[name])}; the old one is kept"
+                f"{what}: tensor {name!r} has shape {list(shape)}, the engine's has {list(wanted[name])}; the old one "
+                "is kept"
             )
 
 

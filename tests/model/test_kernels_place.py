@@ -77,7 +77,7 @@ def test_it_is_the_formula_and_touches_no_other_slot(
         layer = pool.flatten(0, 2).flatten(1).to(device, copy=True)
         q = kernels.place(
             qkv.to(device), cos[:, None].to(device), sin[:, None].to(device),
-            kernels.Treatment(None if weight is None else weight.to(device), EPS, clip),
+            kernels.Placing(None if weight is None else weight.to(device), EPS, clip),
             kernels.Target(layer, slots.to(device), block_tokens), kv_heads=groups,
         )  # fmt: skip
         wide, wide_weight = qkv.double(), None if weight is None else weight.double()
