@@ -9,6 +9,7 @@
 | `learn`   | P ready groups inside the window  | `play`                                              |
 | `refresh` | a newer manifest                  | `learn`                                             |
 | `mourn`   | a death                           | the runtime                                         |
+| `heed`    | a notice to leave                 | the runtime                                         |
 
 Payloads do not pass through here: rollout workers put into the buffer, the trainer fetches from it, engines fetch
 weights from a carrier; the loop moves ids. buffer/window.py decides which group may leave, train/ what is learned.
@@ -17,8 +18,6 @@ weights from a carrier; the loop moves ids. buffer/window.py decides which group
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,7 +25,9 @@ import msgspec
 from contraflow.buffer.service import Buffer
 from contraflow.config import Recipe
 from contraflow.errors import CarrierError, DeadlineExceeded, TrainingError, WorkerDied
+from contraflow.progress import Outcome, Progress
 from contraflow.rollout.worker import RolloutWorker
+from contraflow.runtime.base import OWNER
 from contraflow.saving import Saver
 from contraflow.system import System
 from contraflow.telemetry import Clock, Journal
@@ -38,37 +39,6 @@ GRACE_S = 10.0  # the way there and back for a call that bounds its own wait
 MAX_DEATHS = 3  # deaths of one rollout worker without a finished group in between
 
 T = TypeVar("T")
-
-
-class Outcome(msgspec.Struct, frozen=True):
-    """How a run ended: steps done in all, the last held-out accuracy (-1: never looked), whether it was cut short."""
-
-    steps: int
-    accuracy: float
-    stopped: bool
-    model: str = ""  # folder of the last cut's model, readable by transformers; of a run that came to its end
-
-    def told(self, folder: Path) -> str:
-        """The outcome in a line or two."""
-        if self.stopped:
-            return f"stopped after {self.steps} steps; go on with: contraflow resume {folder}"
-        looked = f", held-out accuracy {self.accuracy:.3f}" if self.accuracy >= 0 else ""
-        return f"done: {self.steps} steps{looked}; the model is {self.model}"
-
-
-@dataclass
-class Progress:
-    """How far a run has come; written by `Loop` only."""
-
-    steps: int  # done, earlier lines included
-    accuracy: float = -1.0
-    rewards: list[float] = field(default_factory=list)
-    accuracies: list[float] = field(default_factory=list)
-    trained_tokens: int = 0
-    age_mean: float = 0.0  # of the last step
-    age_max: int = 0  # of the run
-    note: str = ""  # the last thing worth a line
-    model: str = ""  # folder of the trained model, once the run came to its end
 
 
 class Loop:
@@ -91,6 +61,7 @@ class Loop:
         self._playing: dict[str, dict[int, Ticket]] = {}
         self._deaths: dict[str, int] = {}
         self.saver = Saver(system, recipe)
+        self._leaving: set[str] = set()
         self.changed = asyncio.Condition()  # guards newest and served
 
     def stop(self) -> None:
@@ -102,7 +73,10 @@ class Loop:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tending = {name: tasks.create_task(self._tend(name)) for name in self.system.rollouts}
-                background = [tasks.create_task(self.ask()), tasks.create_task(self.mourn(tending, tasks))]
+                background = [
+                    tasks.create_task(work)
+                    for work in (self.ask(), self.mourn(tending, tasks), self.heed(tending, tasks))
+                ]
                 await self.learn(tasks)
                 for task in [*background, *tending.values()]:
                     task.cancel()
@@ -120,18 +94,22 @@ class Loop:
     async def play(self, name: str) -> None:
         """Consumes admitted groups, produces ready ones in the buffer, by way of worker `name`."""
         worker, playing = self.system.rollouts[name], self._playing[name]
-        while True:
+        while name not in self._leaving:
             await self._until(lambda: self._fresh(name), f"play on {name}", "its engine to serve the newest version")
             ticket = await self._admitted.get()
             playing[ticket.group] = ticket
+            deadline_s = self.recipe.rollout.group_deadline_s + GRACE_S  # the worker's own comes first
             try:
-                summary = await worker.call(self.recipe.rollout.group_deadline_s, RolloutWorker.run_group, ticket)
+                summary = await worker.call(deadline_s, RolloutWorker.run_group, ticket)
             except DeadlineExceeded:
                 await self._lost(ticket, "deadline")
             else:
-                self._deaths[name] = 0
-                if summary.lagging:  # a newer version got served elsewhere between the check and the start
+                if summary.lagging:  # a newer version got served elsewhere between check and start, or it leaves
                     self._admitted.put_nowait(ticket)
+                elif summary.given_up:
+                    await self._lost(ticket, summary.given_up)
+                else:
+                    self._deaths[name] = 0
             del playing[ticket.group]
 
     async def learn(self, tasks: asyncio.TaskGroup) -> None:
@@ -168,7 +146,12 @@ class Loop:
         while True:
             await self._until(lambda: self._behind(name), f"refresh of {name}", "a newer manifest", wait_s)
             manifest = self.newest
-            report = await worker.call(section.refresh_deadline_s, RolloutWorker.refresh, manifest)
+            try:
+                report = await worker.call(section.refresh_deadline_s + GRACE_S, RolloutWorker.refresh, manifest)
+            except DeadlineExceeded as late:
+                if late.owner != OWNER:
+                    raise
+                return await self._give_up(name, late)
             self._record("refresh", worker=name, **msgspec.to_builtins(report))
             if report.gone:  # the trainer has a newer one, of which word is on its way here
                 await self._until(lambda: self._newer(manifest), f"refresh of {name}", "a newer manifest")  # noqa: B023
@@ -195,18 +178,75 @@ class Loop:
         """Consumes deaths. A rollout worker is replaced and its groups posed again; any other death ends the run."""
         while True:
             death = await self.system.runtime.next_death()
-            name = self.system.role_of(death.worker)
+            heard, name = self.clock(), self.system.role_of(death.worker)
             self._record("death", worker=death.worker, detail=death.detail)
             self.progress.note = str(death)
             if name not in tending or self._deaths.get(name, 0) >= MAX_DEATHS:
                 raise death
             self._deaths[name] = self._deaths.get(name, 0) + 1
-            tending[name].cancel()
-            await self._note(gone=name)
-            for ticket in list(self._playing[name].values()):
-                await self._lost(ticket, "worker_died")
-            await self.system.start_rollout(name)
-            tending[name] = tasks.create_task(self._tend(name))
+            await self._clear(name, tending, "worker_died")
+            await self._start_again(name, tending, tasks)
+            self._record("replaced", worker=name, seconds=round(self.clock() - heard, 3))
+
+    async def heed(self, tending: dict[str, asyncio.Task[None]], tasks: asyncio.TaskGroup) -> None:
+        """Consumes notices to leave. A rollout worker is drained; for any other process, the run ends with a cut."""
+        while True:
+            process = await self.system.runtime.next_notice()
+            name = self.system.role_of(process)
+            self._record("notice", worker=process)
+            self.progress.note = f"{process} was told to leave"
+            if name in tending and name not in self._leaving:
+                tasks.create_task(self.drain(name, tending, tasks))
+            elif name not in tending:
+                self.stop()
+
+    async def drain(self, name: str, tending: dict[str, asyncio.Task[None]], tasks: asyncio.TaskGroup) -> None:
+        """Let worker `name` finish what it can within its grace, pose the rest elsewhere, see it out, replace it."""
+        began, grace_s = self.clock(), self.recipe.rollout.grace_s
+        self._leaving.add(name)
+        try:
+            drained = await self.system.rollouts[name].call(grace_s + GRACE_S, RolloutWorker.drain, grace_s)
+        except WorkerDied:
+            return  # `mourn` hears of it
+        except DeadlineExceeded as late:
+            return await self._give_up(name, late)
+        finally:
+            self._leaving.discard(name)
+        await self._clear(name, tending, "drained")
+        fault = await self.system.stop_rollout(name)
+        told = {"finished": drained.finished, "handed_back": drained.handed_back, "fault": fault}
+        self._record("drained", worker=name, seconds=round(self.clock() - began, 3), **told)
+        self.progress.note = f"{name} left: {drained.finished} groups finished, {drained.handed_back} posed elsewhere"
+        if self.recipe.rollout.replace:
+            await self._start_again(name, tending, tasks)
+        else:
+            del tending[name]
+            if not tending:
+                self.stop()
+
+    async def _start_again(self, name: str, tending: dict[str, asyncio.Task[None]], tasks: asyncio.TaskGroup) -> None:
+        for left in reversed(range(MAX_DEATHS)):
+            try:
+                await self.system.start_rollout(name)
+                break
+            except WorkerDied:  # it, or the trainer that it was to meet, died meanwhile
+                if not left:
+                    raise
+        tending[name] = tasks.create_task(self._tend(name))
+
+    async def _clear(self, name: str, tending: dict[str, asyncio.Task[None]], reason: str) -> None:
+        """Worker `name` plays no more: its groups are posed again."""
+        tending[name].cancel()
+        await asyncio.wait({tending[name]}, timeout=CALL_S)
+        await self._note(gone=name)
+        for ticket in list(self._playing[name].values()):
+            await self._lost(ticket, reason)
+
+    async def _give_up(self, name: str, late: DeadlineExceeded) -> None:
+        """Worker `name` does not answer: it is killed, and what follows is for `mourn`."""
+        process = self.system.rollouts[name].address.worker
+        paths = await self.system.runtime.stacks(process)
+        self.system.runtime.kill(process, f"hung: {late}; its stacks: {', '.join(map(str, paths)) or 'it wrote none'}")
 
     async def _tend(self, name: str) -> None:
         self._playing[name] = {}
@@ -236,7 +276,7 @@ class Loop:
             await asyncio.gather(*(self._wake(name) for name in self.system.rollouts))
         assert report is not None, "rank 0 answers for all"
         await self.system.buffer.call(CALL_S, Buffer.trained, take.step, report.manifest.version)
-        self._count(report)
+        self.progress.count(report)
         self._record("step", **{k: v for k, v in msgspec.structs.asdict(report).items() if k != "manifest"})
         await self._note(newest=report.manifest)
         return report
@@ -310,15 +350,6 @@ class Loop:
         finally:
             working.cancel()
             stopped.cancel()
-
-    def _count(self, report: StepReport) -> None:
-        progress = self.progress
-        progress.steps = report.step + 1
-        progress.rewards.append(report.reward)
-        progress.trained_tokens += report.trained_tokens
-        progress.age_mean, progress.age_max = report.age_mean, max(progress.age_max, report.age_max)
-        if not report.applied:
-            progress.note = f"step {report.step} was not applied: {report.fault}; see {report.bad_batch}"
 
     def _record(self, kind: str, **fields: Any) -> None:
         self.journal.write({"kind": kind, "at": round(self.clock(), 3), **fields})

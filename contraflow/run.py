@@ -15,9 +15,11 @@ from contraflow.buffer.service import Buffer
 from contraflow.buffer.store import Counts
 from contraflow.config import Recipe
 from contraflow.errors import DeadlineExceeded, WorkerDied
-from contraflow.loop import Loop, Outcome
+from contraflow.loop import Loop
+from contraflow.progress import Outcome
 from contraflow.rollout.report import RolloutReport
 from contraflow.rollout.worker import RolloutWorker
+from contraflow.runtime.base import OWNER
 from contraflow.system import open_system
 from contraflow.telemetry import Clock, Journal
 from contraflow.train.worker import Trainer
@@ -31,6 +33,9 @@ ANSWER_S = 5.0  # a worker that takes longer to report is left out of one snapsh
 def run_recipe(recipe: Recipe, folder: Path, *, resume: bool, clock: Clock, view: View) -> Outcome:
     """Run a recipe to its end, in this process and the workers it starts.
 
+    When the trainer or the buffer dies or hangs, all stop and start again from the last cut and the ledger,
+    `run.restarts` times in a row without a newer cut.
+
     Raises: ConfigError, RunFolderError, ModelError before anything is trained; later WorkerDied (trainer or buffer),
     DeadlineExceeded, TrainingError, CarrierError, CheckpointError. The folder can then be resumed from its last cut.
     """
@@ -38,22 +43,63 @@ def run_recipe(recipe: Recipe, folder: Path, *, resume: bool, clock: Clock, view
 
 
 async def _run(recipe: Recipe, folder: Path, *, resume: bool, clock: Clock, view: View) -> Outcome:
-    async with open_system(recipe, folder, resume=resume, clock=clock) as system:
-        journal = Journal(folder / "metrics.jsonl")
-        loop = Loop(system, recipe, journal=journal, clock=clock)
-        watcher = Watcher(loop, journal, clock)
-        running = asyncio.ensure_future(loop.run())
+    life = _Life(recipe, folder, clock=clock, view=view)
+    left = recipe.run.restarts
+    while True:
         try:
-            with _interrupts(loop):
-                while not (await asyncio.wait({running}, timeout=TICK_S))[0]:
-                    view.show(await watcher.look())
-            outcome = running.result()
-            view.show(await watcher.look())
-            return outcome
-        finally:
-            running.cancel()
-            await asyncio.wait({running})
-            journal.close()
+            return await life.live(resume=resume)
+        except (WorkerDied, DeadlineExceeded) as failure:
+            left = (recipe.run.restarts if life.saved else left) - 1
+            if left < 0 or not life.began or not mendable(failure):
+                raise
+            life.because, resume = str(failure), True
+
+
+def mendable(failure: WorkerDied | DeadlineExceeded) -> bool:
+    """Whether a new start may help: a worker died or did not answer. Waiting in vain for groups would repeat itself."""
+    return isinstance(failure, WorkerDied) or failure.owner == OWNER
+
+
+class _Life:
+    """A run from one start of its parts to their end.
+
+    `began`: the parts answered once, so they can. `saved`: the last life got as far as a cut of its own.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path, *, clock: Clock, view: View) -> None:
+        self._recipe, self._folder, self._clock, self._view = recipe, folder, clock, view
+        self.began = self.saved = False
+        self.because = ""  # why it had to start again
+
+    async def live(self, *, resume: bool) -> Outcome:
+        clock, view, asked = self._clock, self._view, self._clock()
+        self.saved = False
+        async with open_system(self._recipe, self._folder, resume=resume, clock=clock) as system:
+            self.began = True
+            journal = Journal(self._folder / "metrics.jsonl")
+            if self.because:
+                system.note = f"started again since {self.because}; {system.note}"
+                took = round(clock() - asked, 3)
+                journal.write({"kind": "restart", "at": round(clock(), 3), "seconds": took, "because": self.because})
+            loop = Loop(system, self._recipe, journal=journal, clock=clock)
+            watcher = Watcher(loop, journal, clock)
+            running = asyncio.ensure_future(loop.run())
+            try:
+                with _interrupts(loop):
+                    while not (await asyncio.wait({running}, timeout=TICK_S))[0]:
+                        view.show(await watcher.look())
+                outcome = running.result()
+                view.show(await watcher.look())
+                return outcome
+            except DeadlineExceeded as late:
+                for path in await system.runtime.stacks():
+                    late.add_note(f"what a worker was doing then: {path}")
+                raise
+            finally:
+                running.cancel()
+                await asyncio.wait({running})
+                self.saved = bool(loop.saver.newest)
+                journal.close()
 
 
 class Watcher:
@@ -64,6 +110,7 @@ class Watcher:
         self._journal = journal
         self._clock = clock
         self._began = clock()
+        self._counts: Counts | None = None
         self._last: dict[str, float] = {"at": clock(), "rollout": 0.0, "train": 0.0}
 
     async def look(self) -> Snapshot:
@@ -72,7 +119,7 @@ class Watcher:
         workers, rollouts, forms, carried = await self._workers()
         engines = {name: rollout.engine for name, rollout in rollouts.items()}
         rollout_tokens = sum(engine.tokens for engine in engines.values())
-        counts = await loop.system.buffer.call(ANSWER_S, Buffer.counts)
+        self._counts = counts = await self._count()
         progress = loop.progress
         train_tokens = progress.trained_tokens
         groups = _states(counts)
@@ -121,6 +168,15 @@ class Watcher:
             workers=tuple(workers),
             note=progress.note,
         )
+
+    async def _count(self) -> Counts:
+        """What the buffer holds; what it held last when it is late or dead, which is for the loop to find out."""
+        try:
+            return await self._loop.system.buffer.call(ANSWER_S, Buffer.counts)
+        except (DeadlineExceeded, WorkerDied):
+            if self._counts is None:
+                raise
+            return self._counts
 
     async def _workers(self) -> tuple[list[Worker], dict[str, RolloutReport], dict[str, list[str]], dict[str, Any]]:
         """Every process, what rollout workers report, how each pool's tokens reach experts on other ranks, and what

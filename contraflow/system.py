@@ -88,6 +88,15 @@ class System:
             mates = tuple(ref.address for ref in gang.refs[1:])
             await self.rollouts[name].call(START_S, RolloutWorker.lead, mates)
 
+    async def stop_rollout(self, name: str) -> str:
+        """See rollout worker `name` out; what went wrong as it closed, which keeps nobody."""
+        del self.rollouts[name]
+        try:
+            await self.runtime.stop(name)
+        except ContraflowError as fault:
+            return str(fault)
+        return ""
+
     async def _route_to(self, name: str) -> Route:
         """The way from the trainer's ranks to the engine of `name`, made anew each time that it is started."""
         self.starts[name] += 1
@@ -149,6 +158,8 @@ async def open_system(recipe: Recipe, folder: Path, *, resume: bool, clock: Cloc
         _sweep(folder)
         runtime = open_runtime(recipe.runtime, folder, clock=clock, preload=PRELOAD)
         try:
+            if not resume:  # before anything is started: a run killed while it starts can be resumed
+                _write(folder / "recipe.toml", recipe_toml(recipe))
             found = await asyncio.to_thread(_newest, recipe.train, folder, clock) if resume else None
             system = await _start(recipe, folder, runtime, found)
             _write(folder / "recipe.toml", recipe_toml(recipe))
@@ -359,8 +370,11 @@ def _sweep(folder: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    part = path.with_suffix(".part")
     with _writing(path):
-        path.write_text(text, encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
 
 
 @contextmanager

@@ -63,6 +63,11 @@ class Buffer:
         self._ledger.make_room()
         self._store.lose(group, attempt, reason)
 
+    async def drop(self, group: int, attempt: int, reason: str) -> None:
+        """An attempt will not arrive and shall not be made again: its group ends here."""
+        self._ledger.make_room()
+        self._store.drop(group, attempt, reason)
+
     async def take(self, step: int, wait_s: float) -> Take:
         """The P groups of `step`, waiting until the window lets them go; the same ones again until they are trained."""
         take = await self._until(lambda: self._store.choose(step), wait_s, owner="learn", cause=self._store.why_no_take)

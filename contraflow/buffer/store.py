@@ -146,6 +146,12 @@ class Store:
         if entry is not None:
             self._repose(entry, f"lost: {reason}")
 
+    def drop(self, group: int, attempt: int, reason: str) -> None:
+        """An attempt will never arrive, and is not to be made again: its group is dropped, its ticket comes home."""
+        entry = self._find(group, attempt)
+        if entry is not None:
+            self._drop(entry, reason)
+
     def choose(self, step: int) -> Take | None:
         """The groups of `step`, or None when it has to wait. The same again until they are trained."""
         if self._take is not None and self._take.step == step:

@@ -19,6 +19,9 @@ class Run(Section):
     keep_episodes: Annotated[int, Field(ge=0)] = 4  # groups a step written to episodes.jsonl for the report
     stall_s: Seconds = 120.0  # no wait in the loop may last longer; then the run stops and says who waited for what
     max_bad_steps: Count = 3  # steps in a row with a non-finite loss before the run stops
+    restarts: Annotated[int, Field(ge=0)] = (
+        3  # from the last cut when trainer or buffer died, in a row without a newer one
+    )
 
 
 class Model(Section):
@@ -50,7 +53,10 @@ class Rollout(Section):
     max_turns: Count = 1  # model turns per episode
     temperature: Annotated[float, Field(gt=0)] = 1.0  # of sampling; the trainer computes its ratios at the same one
     concurrency: Count = 64  # groups a worker plays at once
-    group_deadline_s: Seconds = 60.0  # a group that takes longer is posed again
+    group_deadline_s: Seconds = 60.0  # a group that takes longer is overdue
+    overdue: Literal["repose", "partial", "drop"] = "repose"  # posed again; trained as far as it is whole; or dropped
+    grace_s: Seconds = 30.0  # a worker told to leave finishes what it can by then; the rest is posed elsewhere
+    replace: bool = True  # start another worker in place of one that left
 
 
 class Buffer(Section):
@@ -131,6 +137,9 @@ class Runtime(Section):
 
     kind: Literal["local", "inline"] = "local"  # a process per worker, or all in this one, deterministically
     threads: Count = 1  # torch threads of each worker
+    hang_s: Annotated[float, Field(ge=5)] = (
+        60.0  # a worker without a sign of life for so long is killed, its stacks kept
+    )
 
 
 class Recipe(Section):

@@ -116,9 +116,9 @@ def _write(tokenizer: Tokenizer, what: str, text: str, *, special: bool) -> list
         raise TaskError(f"{what}: {fault}") from fault
 
 
-def broken_episode(seed: int, fault: TaskError) -> Episode:
-    """An episode that never began, since its task could not be posed."""
-    return _Draft(seed).broken(StopReason.ENV_ERROR, fault)
+def broken_episode(seed: int, fault: ContraflowError, stop: StopReason = StopReason.ENV_ERROR) -> Episode:
+    """An episode of which nothing is left: its task could not be posed, or it was not finished in time."""
+    return _Draft(seed).broken(stop, fault)
 
 
 class _Draft:

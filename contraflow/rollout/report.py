@@ -10,15 +10,27 @@ from contraflow.types import Episode, Group, Ticket, Version
 
 
 class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A group that was put into the buffer; or one that was not begun since the engine lags (`lagging`)."""
+    """A group that was put into the buffer; or one that was not begun, since the engine lags or the worker leaves
+    (`lagging`), so that its ticket is good for another; or one that was given up (`given_up` says why).
+    """
 
     ticket: Ticket
     lagging: bool = False
+    given_up: str = ""  # "drained", or "deadline"
+    cut: int = 0  # episodes that were not finished by the group's deadline
+    lengths: tuple[int, ...] = ()  # sampled tokens of each episode that did not fail
     episodes: int = 0
     failed: int = 0
     reward: float = 0.0  # mean over episodes that did not fail
     tokens: int = 0  # sampled
     stops: dict[str, int] = {}  # episodes by StopReason
+
+
+class Drained(msgspec.Struct, frozen=True):
+    """What became of the groups that a worker held when it was told to leave."""
+
+    finished: int
+    handed_back: int  # whatever was not, begun or not
 
 
 class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +64,7 @@ def summarise(group: Group) -> GroupSummary:
         episodes=len(group.episodes),
         failed=len(group.episodes) - len(whole),
         reward=_mean([episode.reward for episode in whole]),
+        lengths=tuple(int(episode.trained.sum()) for episode in whole),
         tokens=sum(int(episode.trained.sum()) for episode in group.episodes),
         stops=count_stops(group.episodes),
     )

@@ -18,25 +18,31 @@ from contraflow import config
 from contraflow.buffer.service import Buffer
 from contraflow.envs.draws import derive_seed
 from contraflow.envs.registry import make_env
-from contraflow.errors import ConfigError, EngineError, RewardError, TaskError
+from contraflow.errors import EngineError, RewardError, TaskError
 from contraflow.model.tokenizer import Tokenizer
 from contraflow.rewards.registry import make_mix
-from contraflow.rollout.engine import Engine
 from contraflow.rollout.episode import Limits, Stage, broken_episode, play
 from contraflow.rollout.guard import make_guard
+from contraflow.rollout.open_engine import open_engine, open_served_engine
 from contraflow.rollout.pupil import Pupil
 from contraflow.rollout.refresh import ChunkFetcher, Refresher, RefreshReport
-from contraflow.rollout.report import EvalReport, GroupSummary, RolloutReport, count_stops, judge, summarise
-from contraflow.rollout.scripted import ScriptedEngine
+from contraflow.rollout.report import Drained, EvalReport, GroupSummary, RolloutReport, count_stops, judge, summarise
+from contraflow.rollout.shift import Shift, Shifts
 from contraflow.runtime.base import Address, Host, Ref, Rendezvous
 from contraflow.telemetry import Account, Clock
 from contraflow.types import Episode, Group, Manifest, StopReason, Task, Ticket, Version
 from contraflow.weights import open_carrier
-from contraflow.weights.manifest import Expected, expect
 
 _BUFFER_S = 30.0  # deadline of a call to the buffer, which answers at once unless its disk is stuck
 _MOST_BARREN = 64  # groups in a row without one whole episode; then something is broken for good, and says so
-_CAUSES = ("rest", "refresh", "evaluate", "play")  # what the worker is charged for when it does several; else "idle"
+_FEWEST = 2  # whole episodes of a group: fewer have nobody to be compared with
+_CAUSES = (
+    "rest",
+    "refresh",
+    "evaluate",
+    "drain",
+    "play",
+)  # what the worker is charged for when it does several; else "idle"
 
 if TYPE_CHECKING:
     from contraflow.rollout.intake import PartFetcher, Route
@@ -74,6 +80,7 @@ class RolloutWorker:
         self._account = Account(clock, "idle")
         self._active: Counter[str] = Counter()
         self._slots = asyncio.Semaphore(rollout.concurrency)
+        self._shifts = Shifts()
         self._groups = self._barren = 0
         self._looks = 0
         self._stops: Counter[str] = Counter()
@@ -84,17 +91,36 @@ class RolloutWorker:
         An engine that lags begins nothing. Raises: EngineError before a first refresh; what the buffer raises; the
         TaskError, RewardError or EngineError that kept every episode of the last `_MOST_BARREN` groups from being one.
         """
-        async with self._slots:
-            with self._doing("play"):
-                version = self._serving()
-                try:
-                    await self._buffer.call(_BUFFER_S, Buffer.started, ticket.group, ticket.attempt, version)
-                except EngineError:  # the buffer knows of an engine that serves a newer version
+        shift = self._shifts.begin()
+        try:
+            async with shift.limit, self._slots:
+                if not shift.start(self._rollout.group_deadline_s):
+                    shift.handed_back = True
                     return GroupSummary(ticket=ticket, lagging=True)
-                group = await self._play_group(ticket)
-                await self._buffer.call(_BUFFER_S, Buffer.put, group)
-                self._note(group)
-                return summarise(group)
+                with self._doing("play"):
+                    version = self._serving()
+                    try:
+                        await self._buffer.call(_BUFFER_S, Buffer.started, ticket.group, ticket.attempt, version)
+                    except EngineError:  # the buffer knows of an engine that serves a newer version
+                        return GroupSummary(ticket=ticket, lagging=True)
+                    group = await self._play_group(ticket, shift)
+                    shift.settle()
+                    return await self._deliver(group)
+        except TimeoutError:
+            if not shift.limit.expired():
+                raise
+            shift.settle()
+            return await self._overdue(ticket, shift)
+        finally:
+            self._shifts.end(shift)
+
+    async def drain(self, grace_s: float) -> Drained:
+        """Begin no group any more; end, at the latest after `grace_s`, those that are played.
+
+        What is not finished by then answers its `run_group` as given up. Returns once none is left.
+        """
+        with self._doing("drain"):
+            return await self._shifts.leave(grace_s)
 
     async def evaluate(self, first: int, count: int) -> EvalReport:
         """Answer test tasks `first` ... `first + count - 1` once each, greedily. Raises: EngineError."""
@@ -166,6 +192,30 @@ class RolloutWorker:
             raise EngineError("no weights are served yet; refresh this worker first")
         return version
 
+    async def _deliver(self, group: Group) -> GroupSummary:
+        await self._buffer.call(_BUFFER_S, Buffer.put, group)
+        self._note(group)
+        return summarise(group)
+
+    async def _overdue(self, ticket: Ticket, shift: Shift) -> GroupSummary:
+        """What becomes of a group that was not whole in time: by `rollout.overdue`, unless the worker leaves."""
+        policy, deadline_s = self._rollout.overdue, self._rollout.group_deadline_s
+        if shift.drained:
+            shift.handed_back = True
+            return GroupSummary(ticket=ticket, lagging=not shift.began, given_up="drained" if shift.began else "")
+        played = [(seed, shift.episode(place)) for place, (seed, _) in enumerate(shift.places)]
+        cut = sum(episode is None for _, episode in played) if played else self._rollout.episodes
+        if policy == "drop":
+            await self._buffer.call(_BUFFER_S, Buffer.drop, ticket.group, ticket.attempt, "overdue")
+            return GroupSummary(ticket=ticket, cut=cut)
+        whole = [episode for _, episode in played if episode is not None and not episode.failed]
+        if policy == "repose" or len(whole) < _FEWEST or shift.task is None:
+            return GroupSummary(ticket=ticket, given_up="deadline", cut=cut)
+        late = EngineError(f"not finished within rollout.group_deadline_s = {deadline_s:g}")
+        episodes = [episode or broken_episode(seed, late, StopReason.ABORTED) for seed, episode in played]
+        group = Group(ticket=ticket, task=shift.task, episodes=tuple(episodes))
+        return msgspec.structs.replace(await self._deliver(group), cut=cut)
+
     def _note(self, group: Group) -> None:
         self._groups += 1
         self._stops.update(count_stops(group.episodes))
@@ -178,7 +228,7 @@ class RolloutWorker:
                 f"{self._barren} groups in a row had not one whole episode; the last failed with: {last.error}"
             )
 
-    async def _play_group(self, ticket: Ticket) -> Group:
+    async def _play_group(self, ticket: Ticket, shift: Shift) -> Group:
         key = f"{ticket.line}.{ticket.group}.{ticket.attempt}"
         seeds = [derive_seed(self._seed, "episode", ticket.group, place) for place in range(self._rollout.episodes)]
         try:
@@ -187,13 +237,13 @@ class RolloutWorker:
             task = Task(key=f"train/{ticket.group}", prompt="", reference="")
             broken = tuple(broken_episode(seed, fault) for seed in seeds)
             return Group(ticket=ticket, task=task, episodes=broken)
+        shift.task = task
         with self._told(key, task):
             async with asyncio.TaskGroup() as tasks:
-                episodes = [
-                    tasks.create_task(play(task, self._stage, key=f"{key}/{place}", group=key, seed=seed))
-                    for place, seed in enumerate(seeds)
-                ]
-        return Group(ticket=ticket, task=task, episodes=tuple(episode.result() for episode in episodes))
+                for place, seed in enumerate(seeds):
+                    playing = play(task, self._stage, key=f"{key}/{place}", group=key, seed=seed)
+                    shift.places.append((seed, tasks.create_task(playing)))
+        return Group(ticket=ticket, task=task, episodes=tuple(playing.result() for _, playing in shift.places))
 
     async def _look(self, index: int, stage: Stage, turns: asyncio.Semaphore, *, key: str) -> Episode:
         seed = derive_seed(self._seed, "look", index)
@@ -259,9 +309,9 @@ def make_rollout_worker(  # noqa: PLR0913 - the sections of a recipe that are th
     )
     tokenizer = Tokenizer.load(Path(model_folder))
     if engine.served:
-        opened, expected, pupil = _open_served(engine, Path(model_folder), Path(run_folder), host)
+        opened, expected, pupil = open_served_engine(engine, Path(model_folder), Path(run_folder), host)
     else:
-        opened, expected, pupil = _open_engine(
+        opened, expected, pupil = open_engine(
             engine, Path(model_folder), tokenizer, host, stepping, rendezvous, whole=route is None
         )
     parts = None if route is None else _open_parts(route, engine, Path(model_folder), host)
@@ -311,52 +361,3 @@ def _open_parts(route: "Route", section: config.Engine, folder: Path, host: Host
     from contraflow.rollout.intake import PartFetcher, open_intake
 
     return PartFetcher(open_intake(route, section, read_config(folder), rank=0), route, host.connect)
-
-
-Opened = tuple[Engine, Expected | None, Pupil | None]  # what weights it can take; who answers when it is scripted
-
-
-def _open_served(section: config.Engine, folder: Path, run_folder: Path, host: Host) -> Opened:
-    from contraflow.rollout.open_served import open_served
-
-    return *open_served(section, folder, run_folder, host), None
-
-
-def _open_engine(
-    section: config.Engine,
-    folder: Path,
-    tokenizer: Tokenizer,
-    host: Host,
-    stepping: Literal["thread", "inline"],
-    rendezvous: Rendezvous | None,
-    *,
-    whole: bool,
-) -> Opened:
-    if section.kind == "scripted":
-        if section.routes:
-            raise ConfigError("engine.routes = true needs engine.kind = 'native': the scripted engine has no experts")
-        pupil = Pupil(lambda: scripted.version, eos=tokenizer.eos, letters=sorted(set(tokenizer.encode("0123456789"))))
-        scripted = ScriptedEngine(
-            pupil,
-            vocab=tokenizer.size,
-            clock=host.clock,
-            context_tokens=section.context_tokens,
-            on_refresh=section.on_refresh,
-        )
-        return scripted, None, pupil
-    if rendezvous is not None:
-        from contraflow.parallel.pieces import shapes
-        from contraflow.rollout.rank import led_engine, load_rank
-
-        rank = load_rank(section, folder, rendezvous, clock=host.clock)
-        expected = Expected(rank.core.config.digest(), shapes(rank.core.config))
-        return led_engine(rank, clock=host.clock, on_broken=host.give_up, whole=whole), expected, None
-    from contraflow.model.folder import load_folder
-    from contraflow.parallel.devices import DTYPES, device_of, enter_device
-    from contraflow.rollout.native import NativeEngine
-
-    device = device_of(section.device)
-    enter_device(device)
-    decoder = load_folder(folder, dtype=DTYPES[section.compute], device=device)
-    expected = expect(decoder.config.digest(), decoder.state_dict())
-    return NativeEngine(decoder, section, clock=host.clock, stepping=stepping), expected, None

@@ -19,6 +19,9 @@ class RuntimeSection(Protocol):
     @property
     def threads(self) -> int: ...
 
+    @property
+    def hang_s(self) -> float: ...
+
 
 def open_runtime(
     section: RuntimeSection, folder: Path, *, clock: Clock = time.monotonic, preload: Sequence[str] = ()
@@ -34,5 +37,5 @@ def open_runtime(
     if section.kind == "local":
         from contraflow.runtime.local import LocalRuntime
 
-        return LocalRuntime(folder, threads=section.threads, clock=clock, preload=preload)
+        return LocalRuntime(folder, threads=section.threads, hang_s=section.hang_s, clock=clock, preload=preload)
     raise ConfigError(f"runtime.kind = {section.kind!r}: allowed are 'local' and 'inline'")

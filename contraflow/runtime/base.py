@@ -6,6 +6,7 @@ A `Ref` is how anyone calls it, from the loop or from another worker; it travels
 """
 
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import msgspec
@@ -16,6 +17,8 @@ from contraflow.telemetry import Clock
 W_co = TypeVar("W_co", covariant=True)
 P = ParamSpec("P")
 T = TypeVar("T")
+
+OWNER = "loop"  # who waits, in errors of calls that no worker made: of those that the runtime's own process makes
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -109,7 +112,22 @@ class Runtime(Protocol):
         ...
 
     async def next_death(self) -> WorkerDied:
-        """Wait for the next worker that dies unasked. Never raises it: the caller decides by role."""
+        """Wait for the next worker that dies unasked. Never raises it: the caller decides by role.
+
+        A worker that shows no sign of life for the runtime's `hang_s` is killed, and dies unasked too.
+        """
+        ...
+
+    async def next_notice(self) -> str:
+        """Wait for the next worker whose process is told to leave, as by the notice that a machine goes; its name."""
+        ...
+
+    def kill(self, name: str, reason: str = "") -> None:
+        """Kill one worker process, as a fault would; `next_death` reports it, with `reason` if there is one."""
+        ...
+
+    async def stacks(self, name: str = "") -> Sequence[Path]:
+        """Have worker `name`, or every worker, write the stacks of its threads to RUN/stacks; the files written."""
         ...
 
     async def close(self) -> None:

@@ -101,6 +101,8 @@ class Drill:
             raise errors.DeadlineExceeded("somebody", text, 1.5)
         if kind == "RemoteError":
             raise errors.RemoteError("somebody", "do", type="OSError", text=text)
+        if kind == "ServerError":
+            raise errors.ServerError("somewhere", "late", text)
         raise getattr(errors, kind, ValueError)(text)
 
     async def nonsense(self) -> int:

@@ -11,25 +11,34 @@ from multiprocessing.process import BaseProcess
 from contraflow.errors import ChannelError, DeadlineExceeded, WorkerDied
 from contraflow.runtime.base import Address, Ref
 from contraflow.runtime.faults import from_fault
-from contraflow.runtime.process import Control, socket_path, status_path
+from contraflow.runtime.process import Control, socket_path, stack_path, status_path
 from contraflow.runtime.status import GAVE_UP, read_status
+from contraflow.runtime.watch import Patient, ask_for_stacks
 
-EXIT_S = 2.0  # from a worker's last answer to its end; then SIGTERM, and as long again SIGKILL
+EXIT_S = 2.0  # from a worker's last answer to its end; then SIGKILL
 _LOST = 255  # what multiprocessing says when it cannot know
 
 
 class House:
     """A worker process. Invariant: `ended` is done, with the exit code, exactly when the process is gone."""
 
-    def __init__(self, address: Address, process: BaseProcess, hand: Executor, control: Ref[Control]) -> None:
-        """`hand` runs, one at a time, what multiprocessing does without locks: starting and reaping."""
-        self.address = address
+    def __init__(
+        self, address: Address, process: BaseProcess, hand: Executor, control: Ref[Control], *, number: int = 0
+    ) -> None:
+        """`number` tells it from others of its name.
+
+        `hand` runs, one at a time, what multiprocessing does without locks: starting and reaping.
+        """
+        self.address, self.number = address, number
         self.control = control
         self.watched = False  # its end, if it came now, would be news
         self.death: WorkerDied | None = None  # what everybody was told of its end
+        self.noticed = False  # that it was told to leave
+        self.patient = Patient()
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._process, self._hand = process, hand
         self._starting: asyncio.Future[None] | None = None
+        self._blame = ""
 
     @property
     def name(self) -> str:
@@ -74,7 +83,7 @@ class House:
         """Wait for the process to end; push it when it is not willing or takes too long."""
         if self._starting:
             await asyncio.wait({self._starting})
-        for push in (None, self._process.terminate, self._process.kill)[0 if willing else 1 :]:
+        for push in (None, self._process.kill)[0 if willing else 1 :]:
             if not self._exists and not self.ended.done():
                 self.ended.set_result(0)
             if push and not self.ended.done():
@@ -82,12 +91,22 @@ class House:
             if (await asyncio.wait({self.ended}, timeout=EXIT_S))[0]:
                 return
 
-    def kill(self) -> None:
+    def kill(self, reason: str = "") -> None:
+        """`reason`, if there is one, is what will be said of its end."""
         if self._exists and not self.ended.done():
+            self._blame = self._blame or reason
             self._process.kill()
+
+    def ask_for_stacks(self) -> str:
+        """See `watch.ask_for_stacks`."""
+        if not self._exists or self.ended.done() or self._process.pid is None:
+            return "its process is gone"
+        return ask_for_stacks(self._process.pid)
 
     def epitaph(self, code: int) -> str:
         """How the process ended and what it was doing then, such as `SIGKILL; was running step`."""
+        if self._blame:
+            return self._blame
         status = read_status(status_path(self.address))
         how = _signal_name(-code) if code < 0 else f"exit code {code}"
         if code == _LOST:
@@ -98,7 +117,7 @@ class House:
 
     def clean(self) -> None:
         """Remove the files of a process that is gone."""
-        for path in (status_path(self.address), socket_path(self.address)):
+        for path in (status_path(self.address), stack_path(self.address), socket_path(self.address)):
             path.unlink(missing_ok=True)
 
     @property

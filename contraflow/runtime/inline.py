@@ -10,10 +10,11 @@ import copy
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar
 
 from contraflow.errors import ChannelError, DeadlineExceeded, WorkerDied
-from contraflow.runtime.base import Address, Gang, Ref, Rendezvous
+from contraflow.runtime.base import OWNER, Address, Gang, Ref, Rendezvous
 from contraflow.runtime.faults import from_fault, to_fault
 from contraflow.runtime.gang import RefGang
 from contraflow.runtime.method import method_of
@@ -27,8 +28,6 @@ W_co = TypeVar("W_co", covariant=True)
 W = TypeVar("W")
 P = ParamSpec("P")
 T = TypeVar("T")
-
-OWNER = "loop"  # who waits, in errors of calls that no worker made
 
 
 _Reply: TypeAlias = asyncio.Future[tuple[bool, Frames] | WorkerDied]
@@ -170,6 +169,7 @@ class InlineRuntime:
         self._switch = _Switch()
         self._started: dict[str, list[_Place]] = {}
         self._deaths: asyncio.Queue[WorkerDied] = asyncio.Queue()
+        self._notices: asyncio.Queue[str] = asyncio.Queue()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._gangs = 0
 
@@ -192,16 +192,28 @@ class InlineRuntime:
             raise unknown(name, self._started)
         await self._stop(self._started[name])
 
-    def kill(self, name: str) -> None:
-        """End one worker as a fault would: no `close()`, its calls fail, its gang dies, `next_death` reports it."""
+    def kill(self, name: str, reason: str = "") -> None:
+        """See `Runtime.kill`: no `close()`, its calls fail, its gang dies."""
         places = [place for place in self._all() if place.address.worker == name]
         if not places:
             raise unknown(name, [place.address.worker for place in self._all()])
-        self._end(name, f"killed; was running {places[-1].service.running or 'nothing'}")
+        self._end(name, reason or f"killed; was running {places[-1].service.running or 'nothing'}")
 
     async def next_death(self) -> WorkerDied:
         """See `Runtime.next_death`."""
         return await self._deaths.get()
+
+    def notice(self, name: str) -> None:
+        """Tell a worker to leave, as SIGTERM tells a process."""
+        self._notices.put_nowait(name)
+
+    async def next_notice(self) -> str:
+        """See `Runtime.next_notice`."""
+        return await self._notices.get()
+
+    async def stacks(self, name: str = "") -> Sequence[Path]:
+        """None: everything here is one thread, whose stack is that of whoever asks."""
+        return ()
 
     async def close(self) -> None:
         """See `Runtime.close`. Raises like `stop`, once everything is gone."""

@@ -1,7 +1,8 @@
 """The `local` runtime: a process per worker on this machine, called over ZeroMQ sockets in a private folder.
 
 Processes come from a fork server that has torch in memory. A process that ends unasked is noticed by its sentinel,
-named to whoever waits in `next_death`, and made known to every other worker. All of them end with `close`.
+named to whoever waits in `next_death`, and made known to every other worker; one that hangs is killed (watch.py), and
+named likewise. All of them end with `close`.
 """
 
 import asyncio
@@ -21,17 +22,18 @@ import zmq
 
 from contraflow.errors import ChannelError, DeadlineExceeded, WorkerDied
 from contraflow.runtime import process
-from contraflow.runtime.base import Address, Gang, Ref, Rendezvous
+from contraflow.runtime.base import OWNER, Address, Gang, Ref, Rendezvous
 from contraflow.runtime.channel import Caller, ChannelRef
 from contraflow.runtime.gang import GRACE_S, RefGang, together
 from contraflow.runtime.house import House
 from contraflow.runtime.names import check_names, unknown
 from contraflow.runtime.process import Control, Grave, Setup
+from contraflow.runtime.status import read_status
+from contraflow.runtime.watch import DUMP_S, LOOK_S, keep_stacks
 from contraflow.telemetry import Clock
 
 W = TypeVar("W")
 
-OWNER = "loop"  # who waits, in errors of calls made from the runtime's own process
 MAX_PATH = 90  # bytes of a socket's path; the system allows about 107
 TELL_S = 60.0  # a worker that has not heard of a death by then is hung, and some call to it will say so
 
@@ -50,14 +52,17 @@ class LocalRuntime:
         clock: Clock = time.monotonic,
         start_s: float = 120.0,
         stop_s: float = 10.0,
+        hang_s: float = 60.0,
         preload: Sequence[str] = (),
     ) -> None:
-        """`folder` gets a private sub-folder for sockets; `threads` are torch threads of each worker.
+        """`folder` gets a private sub-folder for sockets, and `stacks/`; `threads` are torch threads of each worker.
 
-        `clock` is one that processes share. A start has `start_s` seconds, a worker's `close()` has `stop_s`.
+        `clock` is one that processes share. A start has `start_s` seconds, a worker's `close()` has `stop_s`; a worker
+        that shows no sign of life for `hang_s` is killed.
         `preload` names modules that workers need: the first runtime of a process has its fork server import them.
         """
         self._threads, self._clock, self._start_s, self._stop_s = threads, clock, start_s, stop_s
+        self._hang_s, self._stacks = hang_s, folder / "stacks"
         self._folder = _private_folder(folder)
         self._processes = multiprocessing.get_context("forkserver")
         self._processes.set_forkserver_preload(["contraflow.runtime.preload", *preload])
@@ -70,7 +75,9 @@ class LocalRuntime:
         self._started: dict[str, list[House]] = {}
         self._graves: list[Grave] = []
         self._deaths: asyncio.Queue[WorkerDied] = asyncio.Queue()
+        self._notices: asyncio.Queue[str] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._watch: asyncio.Task[None] | None = None
 
     async def start(self, name: str, factory: Callable[..., W], /, **kwargs: Any) -> Ref[W]:
         """See `Runtime.start`."""
@@ -89,19 +96,33 @@ class LocalRuntime:
             raise unknown(name, self._started)
         await self._stop(self._started[name])
 
-    def kill(self, name: str) -> None:
-        """Kill one worker process as a fault would; `next_death` reports it."""
+    def kill(self, name: str, reason: str = "") -> None:
+        """See `Runtime.kill`."""
         houses = [house for house in self._all() if house.name == name]
         if not houses:
             raise unknown(name, [house.name for house in self._all()])
-        houses[-1].kill()
+        houses[-1].kill(reason)
 
     async def next_death(self) -> WorkerDied:
         """See `Runtime.next_death`."""
         return await self._deaths.get()
 
+    async def next_notice(self) -> str:
+        """See `Runtime.next_notice`."""
+        return await self._notices.get()
+
+    async def stacks(self, name: str = "") -> Sequence[Path]:
+        """See `Runtime.stacks`. Takes `DUMP_S`; workers that are stopped have none to give."""
+        asked = [h for h in self._all() if h.watched and name in ("", h.name) and not h.ask_for_stacks()]
+        if asked:
+            await asyncio.sleep(DUMP_S)
+        paths = {house: self._stacks / f"{house.name}-{house.number}.txt" for house in asked}
+        return [path for house, path in paths.items() if keep_stacks(process.stack_path(house.address), path)]
+
     async def close(self) -> None:
         """See `Runtime.close`. Raises like `stop`, once everything is gone."""
+        if self._watch:
+            self._watch.cancel()
         try:
             await self._stop(self._all())
         finally:
@@ -135,6 +156,7 @@ class LocalRuntime:
             raise
         for house in houses:
             house.watched = True
+        self._watch = self._watch or asyncio.get_running_loop().create_task(self._watch_all())
         return [ChannelRef(house.address, self._caller) for house in houses]
 
     def _build(self, name: str, factory: Callable[..., Any], kwargs: Mapping[str, Any]) -> House:
@@ -157,7 +179,7 @@ class LocalRuntime:
         )
         child = self._processes.Process(target=process.main, args=(setup,), name=name, daemon=True)
         control: Ref[Control] = ChannelRef(address, self._caller, control=True)
-        house = House(address, child, self._hand, control)
+        house = House(address, child, self._hand, control, number=self._born)
         house.ended.add_done_callback(lambda ended: self._on_end(house, ended.result()))
         return house
 
@@ -178,6 +200,26 @@ class LocalRuntime:
             if isinstance(outcome, BaseException):
                 outcome.__suppress_context__ = False  # show also what was being handled, when this ends a failed run
                 raise outcome
+
+    async def _watch_all(self) -> None:
+        """Look at every worker's page from time to time: heartbeats wake nobody."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for house in [house for house in self._all() if house.watched and not house.death]:
+                status = read_status(process.status_path(house.address))
+                if status is None:
+                    continue
+                if status.leaving and not house.noticed:
+                    house.noticed = True
+                    self._notices.put_nowait(house.name)
+                if trouble := house.patient.look(self._clock(), status, self._hang_s):
+                    await self._give_up(house, trouble)
+
+    async def _give_up(self, house: House, trouble: str) -> None:
+        """Kill a worker that hangs; what can be had of its stack is kept."""
+        paths = await self.stacks(house.name)
+        why = house.ask_for_stacks() or "it wrote none"
+        house.kill(f"{trouble}; its stacks: {paths[0] if paths else why}")
 
     def _on_end(self, house: House, code: int) -> None:
         epitaph = house.epitaph(code)

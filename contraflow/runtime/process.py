@@ -1,11 +1,13 @@
 """Life of a worker process of the `local` runtime, from its first line to its exit.
 
 Makes the worker, answers its calls, shows signs of life, and leaves when the runtime says so or is gone.
-Ctrl-C reaches the whole process group and is ignored here: the runtime stops workers in order.
+Ctrl-C reaches the whole process group and is ignored here: the runtime stops workers in order. SIGTERM is a notice to
+leave, passed on to whoever runs the system; SIGUSR1 writes the stacks of all threads.
 """
 
 import asyncio
 import concurrent.futures
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -139,6 +141,11 @@ def status_path(address: Address) -> Path:
     return socket_path(address).with_suffix(".status")
 
 
+def stack_path(address: Address) -> Path:
+    """Where that worker writes the stacks of its threads when it gets SIGUSR1."""
+    return socket_path(address).with_suffix(".stack")
+
+
 def trouble(address: Address, clock: Clock) -> str:
     """Why the worker at an address may be slow to answer; empty when it looks healthy."""
     status = read_status(status_path(address))
@@ -149,6 +156,8 @@ async def _live(setup: Setup) -> None:
     name, clock = setup.address.worker, setup.clock
     page = StatusPage(status_path(setup.address), clock())
     page.running("its factory")
+    stacks = stack_path(setup.address).open("a", encoding="utf-8")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     context = zmq.Context()
     caller = Caller(context, owner=name, identity=setup.address.endpoint, trouble=lambda a: trouble(a, clock))
     for grave in setup.graves:
@@ -158,6 +167,7 @@ async def _live(setup: Setup) -> None:
     with _Heart(page, clock, asyncio.get_running_loop(), control):
         control.service = _make(setup, ProcessHost(name, clock, caller, page), control, page.running)
         page.running("")
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, page.leaving)
         serving = asyncio.create_task(server.serve(worker=control.service, control=Service(name, control)))
         leaving = asyncio.create_task(control.leaving.wait())
         await asyncio.wait({serving, leaving}, return_when=asyncio.FIRST_COMPLETED)

@@ -10,18 +10,22 @@ from pathlib import Path
 
 import msgspec
 
-_HEAD = struct.Struct("<ddI")  # process beat, loop beat, length of the text
+_HEAD = struct.Struct("<ddII")  # process beat, loop beat, length of the text, whether it was told to leave
 _PAGE = 4096
 GAVE_UP = "gave up: "  # how `running` begins when a worker ended itself, and why follows
 STALE_S = 2.0  # four missed beats
 
 
 class Status(msgspec.Struct, frozen=True):
-    """`process_s` and `loop_s` are the clock's times of the last sign of life; `running` names methods."""
+    """`process_s` and `loop_s` are the clock's times of the last sign of life; `running` names methods.
+
+    `leaving`: its process was told to leave (SIGTERM).
+    """
 
     process_s: float
     loop_s: float
     running: str
+    leaving: bool = False
 
     def trouble(self, now: float) -> str:
         """Why the worker may be slow to answer; empty when it looks healthy."""
@@ -58,6 +62,10 @@ class StatusPage:
         self._map[_HEAD.size : _HEAD.size + len(data)] = data
         struct.pack_into("<I", self._map, 16, len(data))
 
+    def leaving(self) -> None:
+        """The process was told to leave."""
+        struct.pack_into("<I", self._map, 20, 1)
+
 
 def read_status(path: Path) -> Status | None:
     """The last status of a worker, or None when it never wrote one."""
@@ -67,5 +75,6 @@ def read_status(path: Path) -> Status | None:
         return None
     if len(page) < _PAGE:
         return None
-    process_s, loop_s, length = _HEAD.unpack_from(page)
-    return Status(process_s, loop_s, page[_HEAD.size : _HEAD.size + length].decode("utf-8", "replace"))
+    process_s, loop_s, length, leaving = _HEAD.unpack_from(page)
+    text = page[_HEAD.size : _HEAD.size + length].decode("utf-8", "replace")
+    return Status(process_s, loop_s, text, bool(leaving))

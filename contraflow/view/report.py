@@ -180,8 +180,8 @@ def _rates(pools: Sequence[Record], key: str) -> Points:
 
 
 def _loads(steps: Sequence[Record]) -> list[list[float]]:
-    recent = steps[-max(1, len(steps) // 4) :] if steps else []
-    if not recent or not recent[-1]["expert_loads"]:
+    recent = [step for step in steps[-max(1, len(steps) // 4) :] if step["expert_loads"]]  # none: nothing to teach
+    if not recent:
         return []
     layers = [
         [sum(counts) for counts in zip(*layer, strict=True)]
@@ -193,6 +193,12 @@ def _loads(steps: Sequence[Record]) -> list[list[float]]:
 def _troubles(by_kind: Mapping[str, Sequence[Record]]) -> str:
     first = next((r["at"] - r["elapsed_s"] for r in by_kind.get("pools", [])), 0.0)  # a clock's zero means nothing
     lines = [f"{r['at'] - first:.0f} s: {r['worker']} died: {r['detail']}" for r in by_kind.get("death", [])]
+    lines += [f"{r['at'] - first:.0f} s: started again: {r['because']}" for r in by_kind.get("restart", [])]
+    lines += [
+        f"{r['at'] - first:.0f} s: {r['worker']} left: {r['finished']} groups finished,"
+        f" {r['handed_back']} posed elsewhere"
+        for r in by_kind.get("drained", [])
+    ]
     lines += [f"step {r['step']}: not applied: {r['fault']}" for r in by_kind.get("step", []) if not r["applied"]]
     lines += [
         f"version {r['version']['n']} refused: {r['reason']}" for r in by_kind.get("refresh", []) if not r["served"]

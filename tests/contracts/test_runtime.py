@@ -33,6 +33,7 @@ Play = Callable[[Scene], None]
 class Section:
     kind: str
     threads: int = 1
+    hang_s: float = 60.0
 
 
 @pytest.fixture(params=["inline", "local"])

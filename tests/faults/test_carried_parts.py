@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 RECIPE = """
 [run]
 steps = 30
+restarts = 0
 eval_every = 10
 eval_tasks = 16
 [model]

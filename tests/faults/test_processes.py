@@ -19,6 +19,7 @@ from contraflow.weights.memory import MemoryCarrier
 RECIPE = """
 [run]
 steps = {steps}
+restarts = 0
 eval_every = 10
 eval_tasks = 16
 [model]
@@ -72,6 +73,11 @@ class Running:
             return ours and (entry / "comm").read_text().strip() == name
         except (ProcessLookupError, FileNotFoundError):
             return False
+
+    def lines(self) -> int:
+        """How often it was started again by itself."""
+        path = self.folder / "metrics.jsonl"
+        return sum(r["kind"] == "restart" for r in read_journal(path)) if path.is_file() else 0
 
     def end(self, within_s: float) -> str:
         """What it printed, once it has ended."""

@@ -389,3 +389,79 @@ def test_a_recipe_that_does_not_fit_starts_no_worker(run, change, error, words):
 def test_a_model_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(ModelError, match=r"tokenizer\.json is missing"):
         Tokenizer.load(tmp_path)
+
+
+# One episode of a group, the one of the given place, ends when told to; the others end at once.
+LATE = """
+places = 0
+late = asyncio.Event()
+async def step(self, action):
+    global places
+    places += 1
+    if places % 4 == 0:
+        await late.wait()
+    return Observation("", True)
+Mine.step = step
+"""
+
+
+def late_env(mine, which="places % 4 == 0"):
+    body = LATE.replace("places % 4 == 0", which)
+    return config.Env(name=mine(f"{ENV}\n{body}\n", "Mine"), step_deadline_s=60.0)
+
+
+@pytest.mark.parametrize("overdue", ["repose", "partial", "drop"])
+def test_a_group_beyond_its_deadline_is_posed_again_trained_in_part_or_dropped(run, mine, overdue):
+    async def scene(bench):
+        await bench.refresh(0)
+        summary = await bench.play(await bench.admit())
+        counts = await bench.counts()
+        return summary, counts, await bench.take() if counts.ready else None
+
+    rollout = {"overdue": overdue, "group_deadline_s": 0.3}
+    summary, counts, groups = run(scene, env=late_env(mine), rollout=rollout, groups=1)
+    assert summary.cut == 1
+    held = (counts.ready, counts.running, counts.dropped)
+    if overdue == "repose":  # the loop says so to the buffer
+        assert (summary.given_up, *held) == ("deadline", 0, 1, {})
+    if overdue == "drop":
+        assert (summary.given_up, *held) == ("", 0, 0, {"overdue": 1})
+    if overdue == "partial":
+        assert (summary.given_up, summary.episodes, summary.failed) == ("", 4, 1)
+        (group,) = groups
+        (cut,) = [episode for episode in group.episodes if episode.failed]
+        assert (cut.stop, cut.error) == (StopReason.ABORTED, "not finished within rollout.group_deadline_s = 0.3")
+        assert len({episode.seed for episode in group.episodes}) == 4
+
+
+def test_a_group_with_fewer_than_two_whole_episodes_is_never_trained_in_part(run, mine):
+    async def scene(bench):
+        await bench.refresh(0)
+        summary = await bench.play(await bench.admit())
+        assert (summary.given_up, summary.cut) == ("deadline", 3)
+        assert (await bench.counts()).running == 1
+
+    run(scene, env=late_env(mine, "places > 1"), rollout={"overdue": "partial", "group_deadline_s": 0.3})
+
+
+def test_a_worker_told_to_leave_finishes_what_it_can_and_hands_back_the_rest(run, mine):
+    async def scene(bench):
+        await bench.refresh(0)
+        tickets = [await bench.admit() for _ in range(5)]
+        plays = [asyncio.ensure_future(bench.play(ticket)) for ticket in tickets]
+        await bench.until("play 3")
+        began = time.monotonic()
+        drained = await bench.worker.call(CALL_S, RolloutWorker.drain, 0.5)
+        assert time.monotonic() - began < 5
+        summaries = await asyncio.gather(*plays)
+        late = await bench.play(await bench.admit())
+        return drained, summaries, late, await bench.counts()
+
+    env = late_env(mine, "places in (1, 2)")
+    drained, summaries, late, counts = run(scene, env=env, rollout={"concurrency": 3})
+    given_up = [summary.given_up for summary in summaries].count("drained")
+    unbegun = sum(summary.lagging for summary in summaries)
+    assert 1 <= given_up <= 2
+    assert (drained.handed_back, drained.finished) == (given_up + unbegun, 5 - given_up - unbegun)
+    assert counts.ready == drained.finished
+    assert late.lagging

@@ -103,9 +103,9 @@ def test_the_exit_code_or_signal_of_a_death_is_told(tmp_path: Path) -> None:
             await ref.call(5, Drill.exit, 3)
         assert (await runtime.next_death()).worker == "leaver"
         ref = await runtime.start("victim", make_drill)
-        os.kill(await ref.call(5, Drill.process), signal.SIGTERM)
+        os.kill(await ref.call(5, Drill.process), signal.SIGHUP)
         death = await runtime.next_death()
-        assert (death.worker, death.detail) == ("victim", "SIGTERM; was idle")
+        assert (death.worker, death.detail) == ("victim", "SIGHUP; was idle")
 
     play(scene, tmp_path)
 
@@ -143,7 +143,7 @@ def test_a_blocked_worker_is_told_from_a_frozen_one_and_both_are_ended_by_force(
         with pytest.raises(DeadlineExceeded, match=r"busy\.stop"):
             await runtime.close()
         assert all(gone(process, 0) for process in processes)
-        with pytest.raises(WorkerDied, match="SIGTERM; was running block"):
+        with pytest.raises(WorkerDied, match="SIGKILL; was running block"):
             await blocked
 
     play(scene, tmp_path, stop_s=0.2)

@@ -81,6 +81,23 @@ def parsed(text: str) -> Strict:
     return parser
 
 
+def test_a_step_that_had_nothing_to_teach_has_no_expert_loads_to_show() -> None:
+    records = [step_record(step, expert_loads=[] if step % 2 else [[10, 30], [20, 20]]) for step in range(12)]
+    assert "Expert load" in page("run", "", records, [])
+    assert "Expert load" in page("run", "", [step_record(0, expert_loads=[])], [])
+
+
+def test_restarts_and_workers_that_left_are_told() -> None:
+    records = [
+        *run_records(),
+        {"kind": "restart", "at": 14.0, "seconds": 2.0, "because": "worker 'buffer' died: SIGKILL"},
+        {"kind": "drained", "at": 15.0, "worker": "rollout-1", "finished": 3, "handed_back": 2, "seconds": 1.0},
+    ]
+    text = page("run", "", records, [])
+    assert "14 s: started again: worker &#x27;buffer&#x27; died: SIGKILL" in text
+    assert "15 s: rollout-1 left: 3 groups finished, 2 posed elsewhere" in text
+
+
 def test_the_page_stands_alone_and_tells_the_run() -> None:
     text = page("run", "[run]\nseed = 0\n", run_records(), [episode_record(3)])
     parser = parsed(text)
