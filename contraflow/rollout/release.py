@@ -18,7 +18,7 @@ from contraflow.model.folder import copy_companions, write_folder
 from contraflow.parallel.pieces import shapes
 from contraflow.types import Version
 from contraflow.weights.manifest import check_shapes
-from contraflow.weights.memory import own, shared_folder
+from contraflow.weights.memory import own, shared_folder, sweep
 
 
 class Releases:
@@ -38,6 +38,8 @@ class Releases:
         check_shapes({name: tensor.shape for name, tensor in tensors.items()}, self._shapes, f"version {version}")
         if self._lock is None:
             self._lock = own(self._place)
+            if self._place.parent == shared_folder():
+                sweep(shared_folder())  # a folder that other machines see is left: their locks are not seen here
         folder = self._place / f"{version}-{secrets.token_hex(4)}"
         try:
             write_folder(self._config, ((name, tensors[name]) for name in self._shapes), folder)

@@ -75,6 +75,7 @@ class Started:
                 await keeper.wait()
         except TimeoutError:
             keeper.kill()
+            await keeper.wait()
         self._remove_socket()
 
     async def _launch(self) -> asyncio.subprocess.Process:

@@ -127,6 +127,18 @@ def test_a_server_dies_with_the_process_that_started_it_however_that_ends() -> N
     assert keeper.wait(10) == 128 + signal.SIGTERM
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
+def test_a_server_ends_when_its_keeper_is_killed() -> None:
+    words = [sys.executable, "-m", "contraflow.rollout.keeper", *SLEEP]
+    given = environment(os.environ, PACKAGE, "")
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=given) as keeper:
+        assert keeper.stdout is not None
+        assert keeper.stdout.readline() == b"here\n"
+        (pid,) = children(keeper.pid)
+        keeper.kill()
+        assert gone(pid)
+
+
 def test_a_server_that_ends_before_it_answers_is_named_with_its_last_words(tmp_path: Path) -> None:
     async def body() -> None:
         words = (sys.executable, "-c", "raise SystemExit('no such model')")
@@ -270,6 +282,19 @@ def test_the_folders_of_a_killed_engine_are_swept_and_those_of_a_living_one_are_
     sweep(tmp_path)
     assert [folder.exists() for folder in folders] == [False, True]
     alive.close()
+
+
+def test_what_a_killed_engine_left_in_shared_memory_is_swept_by_the_next_whatever_carries_its_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("contraflow.weights.memory.SHARED", tmp_path)
+    killed, later = Releases(CONFIG, tmp_path), Releases(CONFIG, tmp_path)
+    left = killed.write(V1, release(1)[0]).parent
+    assert killed._lock is not None
+    os.close(killed._lock)
+    mine = later.write(V1, release(1)[0])
+    assert (left.exists(), mine.exists()) == (False, True)
+    later.close()
 
 
 def test_no_room_for_a_version_is_said_and_leaves_nothing(tmp_path: Path) -> None:
