@@ -25,11 +25,12 @@ from contraflow.rollout.engine import EngineReport
 from contraflow.rollout.follow import ended, obey
 from contraflow.rollout.native import CoreEngine
 from contraflow.rollout.orders import Abort, Beat, Broken, Reply, Said, Step, Stop, Submit, Swap, hear
-from contraflow.rollout.parts import check_whole, cutter, share_parts
+from contraflow.rollout.parts import cutter, share_parts
 from contraflow.rollout.placing import Placer
 from contraflow.rollout.star import Star
 from contraflow.telemetry import Clock
 from contraflow.types import Completion, Probe, Request, Version
+from contraflow.weights.manifest import check_tensors
 
 BEATS = 4  # signs of life within one deadline, while there is nothing to do
 LAST_WORDS_S = 2.0  # how long a broken engine waits for each rank to say what happened to it
@@ -148,7 +149,7 @@ class GangCore:
         self._refuse_if_broken()
         self._began = start = self._clock()
         if self._whole:
-            check_whole(tensors, self._shapes)
+            check_tensors(tensors, self._shapes, "the version")
         try:
             with self._core.account.charge("swap"):
                 for rank in self._star.others:

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from contraflow.config import Parallel
 from contraflow.dispatch.placement import Placement, place_experts
-from contraflow.errors import CarrierError
 from contraflow.model.families import ModelConfig
 from contraflow.model.moe import EXPERTS
 from contraflow.parallel.layout import cut, place, shards
 from contraflow.parallel.mesh import Mesh
-from contraflow.parallel.pieces import Shape
 from contraflow.parallel.slots import tables_of
 
 Cutter = Callable[[int, str], Tensor]  # a rank and a tensor's name -> the rank's part of it
@@ -24,23 +22,10 @@ BUCKET_BYTES = 16 << 20  # of one rank's parts that travel together: a message f
 _ALIGNMENT = 16
 
 
-def check_whole(tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape]) -> None:
-    """Raise CarrierError unless these are the model's tensors (`pieces.shapes`), whole."""
-    missing, surplus = shapes.keys() - tensors.keys(), tensors.keys() - shapes.keys()
-    if missing or surplus:
-        raise CarrierError(
-            f"the version does not fit the model: missing {sorted(missing) or 'none'}, "
-            f"not of this model {sorted(surplus) or 'none'}"
-        )
-    for name, shape in shapes.items():
-        if tensors[name].shape != shape:
-            raise CarrierError(f"tensor {name!r} has shape {list(tensors[name].shape)}, the model's is {list(shape)}")
-
-
 def cutter(
     whole: Mapping[str, Tensor], config: ModelConfig, parallel: Parallel, placements: Sequence[Placement] = ()
 ) -> Cutter:
-    """Cuts whole tensors, checked by `check_whole`, for each rank.
+    """Cuts whole tensors, which must be those of the model, for each rank.
 
     `placements`, one a layer with experts, say what the ranks' slots hold, and come along as tables; without them
     experts lie in order. So every replica of an expert is of this version, and none is sent tokens by an older table.

@@ -17,7 +17,7 @@ from contraflow.model.families import ModelConfig
 from contraflow.model.folder import copy_companions, write_folder
 from contraflow.parallel.pieces import shapes
 from contraflow.types import Version
-from contraflow.weights.manifest import check_shapes
+from contraflow.weights.manifest import check_tensors
 from contraflow.weights.memory import own, shared_folder, sweep
 
 
@@ -35,7 +35,7 @@ class Releases:
 
         Raises: CarrierError when a tensor is missing, surplus or misshapen, or there is no room.
         """
-        check_shapes({name: tensor.shape for name, tensor in tensors.items()}, self._shapes, f"version {version}")
+        check_tensors(tensors, self._shapes, f"version {version}")
         if self._lock is None:
             self._lock = own(self._place)
             if self._place.parent == shared_folder():

@@ -12,7 +12,7 @@ from torch import Tensor
 from contraflow.errors import CarrierError
 from contraflow.model.decoder import Decoder
 from contraflow.types import Probe
-from contraflow.weights.manifest import check_shapes
+from contraflow.weights.manifest import check_tensors
 from contraflow.weights.probe import check_probe, probe_logprobs
 
 
@@ -65,8 +65,7 @@ class LiveWeights:
         self._copy(self._loaded)
 
     def _check(self, tensors: Mapping[str, Tensor]) -> None:
-        found, wanted = ({name: tensor.shape for name, tensor in held.items()} for held in (tensors, self.live))
-        check_shapes(found, wanted, "the version")
+        check_tensors(tensors, {name: live.shape for name, live in self.live.items()}, "the version")
 
     @torch.no_grad()
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:

@@ -143,6 +143,11 @@ def check_fit(manifest: Manifest, expected: Expected) -> None:
     check_shapes(shapes, expected.shapes, f"version {version}")
 
 
+def check_tensors(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, Sequence[int]], what: str) -> None:
+    """`check_shapes` of tensors."""
+    check_shapes({name: tensor.shape for name, tensor in tensors.items()}, wanted, what)
+
+
 def check_shapes(found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]], what: str) -> None:
     """Raise CarrierError unless tensors have an engine's names and shapes; `what` names the former."""
     missing, extra = wanted.keys() - found.keys(), found.keys() - wanted.keys()
