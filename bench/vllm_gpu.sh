@@ -3,9 +3,12 @@
 # its own death; a table last. Arguments: a folder for results, and which parts (contract, life). Needs vLLM on PYTHONPATH.
 set -uo pipefail
 out=$1; shift
-export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" CONTRAFLOW_VLLM_PYTHON=$(command -v python3)
+export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export CONTRAFLOW_VLLM_PYTHON=${CONTRAFLOW_VLLM_PYTHON:-$(command -v python3)}
 declare -A tests=([contract]=tests/contracts/test_engine.py [life]=tests/rollout/test_vllm.py)
-python3 -c "import vllm, torch; print('vLLM', vllm.__version__, 'torch', torch.__version__, torch.cuda.get_device_name())"
+"$CONTRAFLOW_VLLM_PYTHON" -c "
+import torch, vllm
+print('vLLM', vllm.__version__, 'torch', torch.__version__, torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU')"
 for part in "$@"; do
   timeout 280 python3 -m pytest -q -m vllm -rA --durations=3 "${tests[$part]}" > "$out/vllm_$part.log" 2>&1
   echo "exit status $?" >> "$out/vllm_$part.log"
