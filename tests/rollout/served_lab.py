@@ -49,7 +49,7 @@ VLLM_MODEL = ModelConfig(
     context=VLLM_CONTEXT,
 )
 ON_GPU = ("--gpu-memory-utilization", "0.2", "--enforce-eager")
-ON_CPU = ("--enforce-eager",)
+ON_CPU = ("--enforce-eager", "--no-enable-chunked-prefill")
 
 
 @dataclass
