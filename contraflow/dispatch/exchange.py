@@ -68,17 +68,22 @@ class Links(Protocol):
 
 def agree(links: Links, what: Mapping[str, Any]) -> None:
     """Raise DispatchError, showing both values, unless every rank was set up with the same `what`."""
-    mine = json.dumps(dict(what), sort_keys=True)
+    mine = _text(dict(what))
     for rank, theirs in enumerate(links.gather(mine)):
         if theirs == mine:
             continue
         other = json.loads(theirs)
         keys = sorted(what.keys() | other.keys())
-        odd = next(key for key in keys if json.dumps(what.get(key)) != json.dumps(other.get(key)))
+        odd = next(key for key in keys if _text(what.get(key)) != _text(other.get(key)))
         raise DispatchError(
             f"ranks disagree on {odd}: rank {links.rank} has {what.get(odd)!r}, rank {rank} has {other.get(odd)!r}; "
             "start all ranks from the same recipe"
         )
+
+
+def _text(value: Any) -> str:
+    """Equal for equal values, in whatever order their keys came."""
+    return json.dumps(value, sort_keys=True)
 
 
 def check_tags(expected: str, tags: Sequence[str], members: Sequence[int]) -> None:

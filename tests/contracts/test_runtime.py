@@ -197,6 +197,7 @@ def test_an_error_of_the_package_arrives_with_its_type_text_and_attributes(play:
             expected = {
                 WorkerDied: {"worker": "somebody", "detail": "too many"},
                 DeadlineExceeded: {"owner": "somebody", "cause": "too many", "seconds": 1.5},
+                errors.ServerError: {"server": "somewhere", "kind": "late"},
                 RemoteError: {"worker": "somebody", "method": "do", "type": "OSError", "text": "too many"},
             }.get(kind, {})
             assert {name: getattr(caught.value, name) for name in expected} == expected
