@@ -27,36 +27,24 @@ from contraflow.rollout.scripted import ScriptedEngine
 from contraflow.rollout.sglang_twin import SglangTwin
 from contraflow.rollout.vllm_twin import VllmTwin
 from contraflow.types import Probe, Request, Span, StopReason, Version
-from contraflow.weights.probe import make_probe, probe_prompts
 from tests.rollout.gangs import Gang, Spec
 from tests.rollout.served_lab import (
+    CONFIG,
     VLLM_CONTEXT,
     VLLM_MODEL,
     VLLM_PYTHON,
+    VOCAB,
     model_folder,
     over_twins,
     over_url,
+    release,
     served_section,
     vllm_section,
     vllm_server,
 )
 
 V1, V2, V3 = Version(1, 1), Version(1, 2), Version(1, 3)
-CONTEXT, VOCAB = 256, 24
-CONFIG = ModelConfig(
-    family="qwen3_moe",
-    vocab=VOCAB,
-    dim=16,
-    layers=2,
-    heads=2,
-    kv_heads=1,
-    head_dim=8,
-    experts=4,
-    top_k=2,
-    expert_ffn=16,
-    renormalise=True,
-    context=CONTEXT,
-)
+CONTEXT = CONFIG.context
 Policy = Literal["keep", "recompute"]
 Release = tuple[Mapping[str, torch.Tensor], Probe]
 
@@ -124,9 +112,7 @@ def vllm_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 def releases(config: ModelConfig = CONFIG) -> tuple[Callable[[int], Release], Callable[[int], Release]]:
     def good(seed: int) -> Release:
-        decoder = new_decoder(config, seed=seed, std=0.3)
-        prompts = probe_prompts(VOCAB, prompts=3, tokens=9, seed=seed)
-        return dict(decoder.state_dict()), make_probe(decoder, prompts, 1e-3)
+        return release(seed, config)
 
     return good, lambda seed: (good(seed)[0], good(seed + 1)[1])
 
@@ -152,10 +138,10 @@ def scripted() -> Lab:
             version=version,
         )
 
-    def release(weight: float, wanted: float) -> Release:
+    def weighed(weight: float, wanted: float) -> Release:
         return {"w": torch.tensor(weight)}, Probe((), (), wanted)
 
-    return Lab(make, lambda seed: release(seed, seed), lambda seed: release(seed, seed + 1))
+    return Lab(make, lambda seed: weighed(seed, seed), lambda seed: weighed(seed, seed + 1))
 
 
 LATER = [

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from torch import Tensor
+
 from contraflow.config import Engine as EngineSection
 from contraflow.config import Server as ServerSection
 from contraflow.errors import ServerError
@@ -29,8 +31,24 @@ from contraflow.rollout.sglang import Sglang
 from contraflow.rollout.sglang_twin import SglangTwin
 from contraflow.rollout.vllm import Vllm
 from contraflow.rollout.vllm_twin import VllmTwin
-from contraflow.types import Version
+from contraflow.types import Probe, Version
+from contraflow.weights.probe import make_probe, probe_prompts
 
+VOCAB = 24
+CONFIG = ModelConfig(
+    family="qwen3_moe",
+    vocab=VOCAB,
+    dim=16,
+    layers=2,
+    heads=2,
+    kv_heads=1,
+    head_dim=8,
+    experts=4,
+    top_k=2,
+    expert_ffn=16,
+    renormalise=True,
+    context=256,
+)
 VLLM_PYTHON = "CONTRAFLOW_VLLM_PYTHON"  # names the interpreter of an environment that has vLLM
 # vLLM's kernels on CPU want heads of 32 and more.
 VLLM_CONTEXT = 1100
@@ -50,6 +68,13 @@ VLLM_MODEL = ModelConfig(
 )
 ON_GPU = ("--gpu-memory-utilization", "0.2", "--enforce-eager")
 ON_CPU = ("--enforce-eager", "--no-enable-chunked-prefill")
+
+
+def release(seed: int, config: ModelConfig = CONFIG) -> tuple[dict[str, Tensor], Probe]:
+    """Weights of a seed, with a probe that they pass."""
+    decoder = new_decoder(config, seed=seed, std=0.3)
+    prompts = probe_prompts(config.vocab, prompts=3, tokens=9, seed=seed)
+    return dict(decoder.state_dict()), make_probe(decoder, prompts, 1e-3)
 
 
 @dataclass

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import io
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,37 +17,15 @@ from hypothesis import strategies as st
 
 from contraflow.errors import CarrierError, EngineError, ServerError
 from contraflow.model.decoder import Decoder, new_decoder
-from contraflow.model.families import ModelConfig
 from contraflow.rollout import vllm
 from contraflow.rollout.fleet import choose
 from contraflow.rollout.served import ServedEngine
 from contraflow.rollout.twin import TwinModel
 from contraflow.rollout.vllm_twin import VllmTwin
-from contraflow.types import Completion, Int32, Probe, Request, Span, StopReason, Version
-from contraflow.weights.probe import make_probe, probe_prompts
-from tests.rollout.served_lab import Twins, over_twins, served_section
+from contraflow.types import Completion, Int32, Request, Span, StopReason, Version
+from tests.rollout.served_lab import CONFIG, VOCAB, Twins, over_twins, release, served_section
 
 V1, V2, V3 = Version(1, 1), Version(1, 2), Version(1, 3)
-VOCAB = 24
-CONFIG = ModelConfig(
-    family="qwen3_moe",
-    vocab=VOCAB,
-    dim=16,
-    layers=2,
-    heads=2,
-    kv_heads=1,
-    head_dim=8,
-    experts=4,
-    top_k=2,
-    expert_ffn=16,
-    renormalise=True,
-    context=256,
-)
-
-
-def release(seed: int) -> tuple[Mapping[str, torch.Tensor], Probe]:
-    decoder = new_decoder(CONFIG, seed=seed, std=0.3)
-    return dict(decoder.state_dict()), make_probe(decoder, probe_prompts(VOCAB, prompts=3, tokens=9, seed=seed), 1e-3)
 
 
 def ask(name: str = "a", *, new: int = 12, seed: int = 5, **rest: Any) -> Request:

@@ -13,39 +13,16 @@ from contraflow.config import Engine as EngineSection
 from contraflow.config import Server as ServerSection
 from contraflow.errors import CarrierError, ConfigError, EngineError, ServerError
 from contraflow.model.decoder import new_decoder
-from contraflow.model.families import ModelConfig
 from contraflow.rollout.engine import Engine
 from contraflow.rollout.http_server import Reply
 from contraflow.rollout.native import NativeEngine
 from contraflow.rollout.open_served import open_servers
 from contraflow.rollout.sglang import Sglang
 from contraflow.rollout.sglang_twin import SglangTwin
-from contraflow.types import Probe, Request, Span, StopReason, Version
-from contraflow.weights.probe import make_probe, probe_prompts
-from tests.rollout.served_lab import Twins, model_folder, over_twins, served_section
+from contraflow.types import Request, Span, StopReason, Version
+from tests.rollout.served_lab import CONFIG, VOCAB, Twins, model_folder, over_twins, release, served_section
 
 V1, V2 = Version(1, 1), Version(1, 2)
-VOCAB = 24
-CONFIG = ModelConfig(
-    family="qwen3_moe",
-    vocab=VOCAB,
-    dim=16,
-    layers=2,
-    heads=2,
-    kv_heads=1,
-    head_dim=8,
-    experts=4,
-    top_k=2,
-    expert_ffn=16,
-    renormalise=True,
-    context=256,
-)
-
-
-def release(seed: int) -> tuple[dict[str, Any], Probe]:
-    decoder = new_decoder(CONFIG, seed=seed, std=0.3)
-    prompts = probe_prompts(VOCAB, prompts=3, tokens=9, seed=seed)
-    return dict(decoder.state_dict()), make_probe(decoder, prompts, 1e-3)
 
 
 def ask(name: str = "a", **other: Any) -> Request:
