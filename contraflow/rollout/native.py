@@ -1,8 +1,9 @@
 """Our own engine: a decoder behind the generation seam, continuously batched over a paged KV cache.
 
 The computing is `core.py` (what a step does), `schedule.py` (who is in it), `rows.py`, `passes.py` and `sampling.py`
-(how it is computed), `swap.py` (new weights). This file is the seam: futures in front, a stepper behind. `gang.py` puts
-a core that is spread over ranks behind the same seam.
+(how it is computed), `exchange.py` and `graphs.py` (without the host waiting), `swap.py` (new weights), `rest.py` (no
+memory for a while). This file is the seam: futures in front, a stepper behind. `gang.py` puts a core that is spread
+over ranks behind the same seam.
 """
 
 import asyncio

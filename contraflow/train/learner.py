@@ -1,4 +1,4 @@
-"""One trainer rank without its wires: groups in, a published version out; cuts on demand.
+"""One trainer rank apart from its process: groups in, a published version out; cuts on demand.
 
 Takes the recipe's training sections and a `Place`; gives step reports, manifests and checkpoints. Of several ranks each
 does the same with its part of the model, and rank 0 reports, publishes and saves for all. Everything here is
