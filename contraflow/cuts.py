@@ -129,7 +129,10 @@ class CutSpace:
         manifest = CutManifest(format=FORMAT, id=cut, about=about, parts=tuple(sorted(parts, key=lambda p: p.name)))
         body = msgspec.json.encode(manifest)
         data = msgspec.json.encode(_Signed(hashlib.sha256(body).hexdigest(), msgspec.Raw(body)))
-        self._patience.keep_on(lambda: self._blobs.sync([_part(cut, part.name) for part in parts]))
+        try:
+            self._patience.keep_on(lambda: self._blobs.sync([_part(cut, part.name) for part in parts]))
+        except BlobMissing as swept:
+            raise CutTaken(f"{swept}: a run that goes on took cut {cut.name} for abandoned; stop this one") from None
         self._claim(cut.name, data)
         self._patience.keep_on(lambda: self._blobs.sync([_manifest(cut.name)]))
         return manifest
@@ -139,13 +142,13 @@ class CutSpace:
         return _sorted(name for name, size in self._manifests().items() if size)
 
     def manifest(self, name: str) -> CutManifest:
-        """Raises CheckpointError when there is none, or it is of another format; CutTorn when it was altered."""
+        """Raises CutTorn when there is none or it was altered, CheckpointError when it is of another format."""
         try:
             data = self._patience.keep_on(lambda: self._blobs.get(_manifest(name)))
         except BlobMissing:
-            raise CheckpointError(f"there is no cut {name} in {self.url}{self._others(name)}") from None
+            raise CutTorn(f"there is no cut {name} in {self.url}{self._others(name)}") from None
         if not data:
-            raise CheckpointError(f"cut {name} in {self.url} was retired{self._others(name)}")
+            raise CutTorn(f"cut {name} in {self.url} was retired{self._others(name)}")
         try:
             return _decode(data, f"cut {name} in {self.url}", name)
         except CutTorn as torn:
@@ -199,8 +202,7 @@ class CutSpace:
         for name in self.names()[keep:]:
             self.retire(name)
         manifests = self._manifests()
-        keys = self._patience.keep_on(lambda: self._blobs.list("parts"))
-        for name in sorted({key.split("/")[1] for key in keys}):
+        for name in self._patience.keep_on(lambda: self._blobs.below("parts")):
             if NAME.fullmatch(name) and place(name) < place(cut.name) and not manifests.get(name):
                 self._sweep(name, fenced=name in manifests)
 

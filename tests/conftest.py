@@ -1,5 +1,6 @@
 """What all tests share: laws judged without a stopwatch, one torch thread, a tiny random model with its tokenizer."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from contraflow.model.decoder import new_decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.folder import save_folder
 from contraflow.model.tokenizer import Tokenizer, build_char_tokenizer
+from tests import seaweed
 
 # Hypothesis judges laws, not speed: test machines are shared and slow at times.
 settings.register_profile("contraflow", deadline=None)
@@ -44,3 +46,24 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     save_folder(new_decoder(config, seed=7), folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of a real S3 on this machine; tests that need it are marked `s3`."""
+    binary = seaweed.weed()
+    if binary is None:
+        pytest.skip("needs SeaweedFS: run `make test-store`, or let CONTRAFLOW_WEED name its binary")
+    with seaweed.served(binary, tmp_path_factory.mktemp("seaweed")) as port, pytest.MonkeyPatch.context() as patch:
+        for name, value in seaweed.environment(port).items():
+            patch.setenv(name, value)
+        seaweed.wait_for_store()
+        yield port
+
+
+@pytest.fixture
+def bucket(s3_port: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A place on that S3 for one test alone."""
+    for name, value in seaweed.environment(s3_port).items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{seaweed.BUCKET}/{abs(hash(request.node.nodeid)):x}"

@@ -17,7 +17,8 @@ from contraflow.runtime.inline import InlineRuntime
 from contraflow.system import check_proof, open_system
 from contraflow.telemetry import Journal, read_journal
 from contraflow.view.base import Snapshot
-from tests.train.cutting import file_of, space_in
+from tests.cut_writer import space_in
+from tests.train.cutting import file_of
 
 STEPS = 10
 

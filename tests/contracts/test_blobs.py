@@ -1,6 +1,7 @@
-"""What every blob space promises, whatever holds the bytes. A folder today; S3 joins by one more `params` entry."""
+"""What every blob space promises, whatever holds the bytes: a folder, and a real S3 where there is one."""
 
 import multiprocessing as mp
+import os
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 
 from contraflow.blobs import Blobs, open_blobs
 from contraflow.errors import BlobError, BlobExists, BlobMissing
+from tests.cut_writer import keys as aws_keys
 
 
-@pytest.fixture(params=["folder"])
+@pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return str(tmp_path / "blobs")
+    return str(request.getfixturevalue("bucket")) if request.param == "s3" else str(tmp_path / "blobs")
 
 
 @pytest.fixture
@@ -85,6 +87,32 @@ def test_list_is_sorted_and_goes_by_whole_path_parts(blobs: Blobs) -> None:
     assert blobs.list("absent") == []
 
 
+def test_sizes_and_the_next_path_parts_are_told(blobs: Blobs) -> None:
+    for key, data in (("parts/b/x", b"12"), ("parts/a/y/z", b""), ("parts/c", b"1"), ("other/d/e", b"1")):
+        blobs.put(key, data)
+    assert blobs.sizes("parts") == {"parts/b/x": 2, "parts/a/y/z": 0, "parts/c": 1}
+    assert blobs.below("parts") == ["a", "b"]
+    assert blobs.below("absent") == []
+
+
+def test_clear_takes_all_below_a_prefix_and_nothing_else(blobs: Blobs) -> None:
+    for key in ("run/1/a", "run/1/b/c", "run/12/c", "run/1x"):
+        blobs.put(key, b"x")
+    blobs.sync(["run/1/a", "run/1/b/c"])
+    blobs.clear("run/1")
+    assert blobs.list() == ["run/12/c", "run/1x"]
+    blobs.clear("run/1")
+    for prefix in ("", "../blobs", "run/../run"):
+        with pytest.raises(BlobError):
+            blobs.clear(prefix)
+    assert blobs.list() == ["run/12/c", "run/1x"]
+
+
+def test_syncing_what_is_not_there_is_refused_in_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(BlobMissing, match="'a/b'"):
+        open_blobs(str(tmp_path)).sync(["a/b"])
+
+
 def test_delete_takes_what_is_there_and_passes_over_what_is_not(blobs: Blobs) -> None:
     for key in ("a", "b", "c/d"):
         blobs.put(key, b"x")
@@ -101,7 +129,8 @@ def test_a_key_cannot_leave_its_space(blobs: Blobs, key: str, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
-def _race(url: str, name: str, keys: list[str], go: Connection, answer: Connection) -> None:
+def _race(aws: dict[str, str], url: str, name: str, keys: list[str], go: Connection, answer: Connection) -> None:
+    os.environ.update(aws)
     blobs = open_blobs(url)
     answer.send("ready")
     go.recv()
@@ -122,7 +151,7 @@ def test_of_racing_creators_of_one_key_exactly_one_wins(blobs: Blobs, url: str) 
     for name in ("x", "y", "z"):
         go_here, go_there = context.Pipe()
         answer_here, answer_there = context.Pipe()
-        process = context.Process(target=_race, args=(url, name, keys, go_there, answer_there))
+        process = context.Process(target=_race, args=(aws_keys(), url, name, keys, go_there, answer_there))
         process.start()
         racers.append((name, process, go_here, answer_here))
     for _, _, _, answer in racers:

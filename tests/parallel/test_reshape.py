@@ -21,9 +21,10 @@ from contraflow.train.checkpoint import Cut, Snapshot, commit, load
 from contraflow.train.optimizer import Optimizer
 from contraflow.train.shards import Index
 from contraflow.train.update import Updater
+from tests.cut_writer import space_in
 from tests.dispatch import gloo
 from tests.parallel.equal import TRAIN, make_folder, objective, samples
-from tests.train.cutting import file_of, files, save, space_in, whole
+from tests.train.cutting import file_of, files, save, whole
 
 pytestmark = pytest.mark.timeout(300)  # several processes; on a busy machine they wait for each other
 NAME = "line-0-step-2"

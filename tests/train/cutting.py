@@ -1,24 +1,15 @@
 """Cuts for tests: a space of them in a folder, one written and committed in a row, what it holds, and damage to it."""
 
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from contraflow.cuts import CutId, CutSpace, Part, open_cuts
+from contraflow.cuts import CutId, Part
 from contraflow.train.checkpoint import Snapshot, commit
 from contraflow.train.shards import Shards
 from contraflow.train.worker import Trainer
-
-
-def never(_seconds: float) -> bool:
-    """A pause that is none: nobody has to leave."""
-    return False
-
-
-def space_in(folder: Path | str, deadline_s: float = 0.0) -> CutSpace:
-    return open_cuts(str(folder), clock=time.monotonic, pause=never, deadline_s=deadline_s)
+from tests.cut_writer import space_in
 
 
 def save(folder: Path, cut: Any, *, keep: int = 9, writer: str = "w", **of: Any) -> str:

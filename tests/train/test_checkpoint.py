@@ -16,7 +16,8 @@ from contraflow.train import shards
 from contraflow.train.checkpoint import Cut, Snapshot, commit, cut_of, export, split
 from contraflow.train.checkpoint import load as load_cut
 from contraflow.train.optimizer import Optimizer
-from tests.train.cutting import file_of, save, space_in, whole
+from tests.cut_writer import space_in
+from tests.train.cutting import file_of, save, whole
 
 TRAIN = Train(learning_rate=1e-2, warmup_updates=3, weight_decay=0.01)
 
