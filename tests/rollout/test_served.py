@@ -5,7 +5,7 @@ import base64
 import io
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,11 @@ from hypothesis import strategies as st
 
 from contraflow.errors import CarrierError, EngineError, ServerError
 from contraflow.model.decoder import Decoder, new_decoder
+from contraflow.model.folder import save_folder
 from contraflow.rollout import vllm
 from contraflow.rollout.fleet import choose
+from contraflow.rollout.http import HttpClient
+from contraflow.rollout.scaled import prove_scaled
 from contraflow.rollout.served import ServedEngine
 from contraflow.rollout.twin import TwinModel
 from contraflow.rollout.vllm_twin import VllmTwin
@@ -90,6 +93,11 @@ def huge_routes() -> str:
     return base64.b64encode(file.getvalue() + b"1").decode()
 
 
+def short(event: Any) -> Any:
+    event["choices"][0]["logprobs"]["content"].pop()
+    return event
+
+
 class Once:
     """Alters the first answer that `alter` gives something for."""
 
@@ -125,6 +133,35 @@ def test_a_server_that_reports_log_probabilities_of_temperature_1_may_only_sampl
             await twins.engine.generate(ask(temperature=0.0))
             with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
                 await twins.engine.generate(ask(temperature=0.7))
+
+    run(body)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_model_that_is_sure_of_its_tokens_shows_whose_log_probabilities_it_gives(tmp_path: Path, raw: bool) -> None:
+    decoder = new_decoder(CONFIG, seed=6, std=0.3)
+    with torch.no_grad():
+        decoder.head.mul_(40)
+    save_folder(decoder, tmp_path / "sure")
+
+    async def body() -> None:
+        twin = VllmTwin(tmp_path / "sure", context_tokens=256, raw_logprobs=raw)
+        dialect = vllm.Vllm(HttpClient(await twin.open(tmp_path / "s")))
+        with pytest.raises(EngineError) if raw else nullcontext():
+            await prove_scaled(dialect, VOCAB)
+        await twin.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize("alter", [short, lambda event: {"choices": [{"token_ids": [], "finish_reason": "length"}]}])
+def test_too_few_tokens_to_judge_the_temperature_by_are_the_servers_fault(
+    tmp_path: Path, alter: Callable[[Any], Any]
+) -> None:
+    async def body() -> None:
+        async with opened(tmp_path, tamper=Once("/inference/v1/generate", alter)) as twins:
+            assert len((await twins.engine.generate(ask(temperature=0.7))).tokens) == 12
+            assert twins.engine.report().faults == {"malformed": 1}
 
     run(body)
 
@@ -238,11 +275,6 @@ def test_a_server_that_cannot_be_proven_again_is_started_anew_and_then_given_up(
             assert len(told) == 1
 
     run(body)
-
-
-def short(event: Any) -> Any:
-    event["choices"][0]["logprobs"]["content"].pop()
-    return event
 
 
 def alter(**fields: Any) -> Callable[[Any], Any]:
