@@ -26,6 +26,8 @@ def main(words: list[str]) -> int:
         preexec_fn=_bind(),  # noqa: PLW1509 - no other thread runs yet
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which stops us in order
+    for how in (signal.SIGTERM, signal.SIGHUP):  # they may reach the whole group that we are in, and not the server's
+        signal.signal(how, lambda *_: threading.Thread(target=_stop, args=(server,), daemon=True).start())
     threading.Thread(target=_watch, args=(server,), daemon=True).start()
     status = server.wait()
     _end(server, signal.SIGKILL)  # what it started must not outlive it
@@ -35,6 +37,10 @@ def main(words: list[str]) -> int:
 def _watch(server: "subprocess.Popen[bytes]") -> None:
     while os.read(sys.stdin.fileno(), 1024):
         pass
+    _stop(server)
+
+
+def _stop(server: "subprocess.Popen[bytes]") -> None:
     _end(server, signal.SIGTERM)
     try:
         server.wait(STOP_S)

@@ -111,7 +111,8 @@ def test_a_server_that_is_killed_in_mid_generation_and_again_in_mid_refresh_come
     run(body)
 
 
-def test_a_server_dies_with_the_process_that_started_it_however_that_ends() -> None:
+@pytest.mark.parametrize("how", ["parent", "group"])
+def test_a_server_dies_with_the_process_that_started_it_however_that_ends(how: str) -> None:
     keeper = subprocess.Popen(
         [sys.executable, "-m", "contraflow.rollout.keeper", *SLEEP],
         stdin=subprocess.PIPE,
@@ -122,7 +123,10 @@ def test_a_server_dies_with_the_process_that_started_it_however_that_ends() -> N
     assert keeper.stdin is not None
     assert keeper.stdout.readline() == b"here\n"
     (pid,) = children(keeper.pid)
-    keeper.stdin.close()  # what the kernel does for a parent that is killed
+    if how == "parent":
+        keeper.stdin.close()  # what the kernel does for a parent that is killed
+    else:
+        keeper.terminate()  # what whoever ends a whole process group does
     assert gone(pid)
     assert keeper.wait(10) == 128 + signal.SIGTERM
 
