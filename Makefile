@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 RECIPE ?= recipes/tiny_cpu.toml
 RUN ?= runs/tiny
 
-.PHONY: run test test-slow test-gpu test-vllm test-store check format bench clean
+.PHONY: run test test-slow chaos test-gpu test-vllm test-store check format bench clean
 
 run: $(VENV)/.ready
 	$(BIN)/contraflow run $(RECIPE) --folder $(RUN)-$$(date +%Y%m%d-%H%M%S)
@@ -21,6 +21,9 @@ test: $(VENV)/.ready-dev
 
 test-slow: $(VENV)/.ready-dev
 	$(BIN)/pytest -m slow
+
+chaos: $(VENV)/.ready-dev
+	$(BIN)/pytest -s -m slow tests/faults/test_chaos.py
 
 test-gpu: $(VENV)/.ready-dev
 	$(BIN)/pytest -m gpu

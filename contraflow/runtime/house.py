@@ -16,6 +16,7 @@ from contraflow.runtime.status import GAVE_UP, read_status
 from contraflow.runtime.watch import Patient, ask_for_stacks
 
 EXIT_S = 2.0  # from a worker's last answer to its end; then SIGKILL
+FORK_S = 30.0  # for the fork server to make a process
 _LOST = 255  # what multiprocessing says when it cannot know
 
 
@@ -57,8 +58,9 @@ class House:
                 f"no process for {self.name!r}: the fork server failed ({error!r}); try again"
             ) from error
         finally:
-            await asyncio.wait({self._starting})  # also when cancelled: a process that exists must be known
-            if self._starting.exception() is None:
+            # Also when cancelled: a process that exists must be known. A fork server that hangs makes none.
+            await asyncio.wait({self._starting}, timeout=FORK_S)
+            if self._exists:
                 loop.add_reader(self._process.sentinel, self._on_sentinel)
         fault = await self.control.call(float("inf"), Control.ready)
         if fault:
@@ -82,7 +84,7 @@ class House:
     async def leave(self, willing: bool) -> None:
         """Wait for the process to end; push it when it is not willing or takes too long."""
         if self._starting:
-            await asyncio.wait({self._starting})
+            await asyncio.wait({self._starting}, timeout=FORK_S)
         for push in (None, self._process.kill)[0 if willing else 1 :]:
             if not self._exists and not self.ended.done():
                 self.ended.set_result(0)

@@ -203,7 +203,7 @@ class _Heart:
 
     def __exit__(self, *exception: object) -> None:
         self._stop.close()
-        self._thread.join()
+        self._thread.join(timeout=ORPHAN_S)
 
     def _beat(self) -> None:
         parent = parent_process()
