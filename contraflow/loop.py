@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from contraflow.algo.lengths import length_record
 from contraflow.buffer.service import Buffer
 from contraflow.config import Recipe
 from contraflow.errors import CarrierError, DeadlineExceeded, TrainingError, WorkerDied
@@ -104,6 +105,8 @@ class Loop:
             except DeadlineExceeded:
                 await self._lost(ticket, "deadline")
             else:
+                self.progress.posed.add(summary.lengths)
+                self.progress.cut += summary.cut
                 if summary.lagging:  # a newer version got served elsewhere between check and start, or it leaves
                     self._admitted.put_nowait(ticket)
                 elif summary.given_up:
@@ -277,7 +280,12 @@ class Loop:
         assert report is not None, "rank 0 answers for all"
         await self.system.buffer.call(CALL_S, Buffer.trained, take.step, report.manifest.version)
         self.progress.count(report)
-        self._record("step", **{k: v for k, v in msgspec.structs.asdict(report).items() if k != "manifest"})
+        self._record(
+            "step", **{k: v for k, v in msgspec.structs.asdict(report).items() if k not in ("manifest", "lengths")}
+        )
+        self._record(
+            "lengths", step=report.step, **length_record(self.progress.posed, self.progress.trained, self.progress.cut)
+        )
         await self._note(newest=report.manifest)
         return report
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from contraflow.algo.lengths import Lengths
 from contraflow.train.report import StepReport
 
 
@@ -40,12 +41,16 @@ class Progress:
     age_max: int = 0  # of the run
     note: str = ""  # the last thing worth a line
     model: str = ""  # folder of the trained model, once the run came to its end
+    posed: Lengths = field(default_factory=Lengths)  # of episodes whose groups came to an end, in this life of the run
+    trained: Lengths = field(default_factory=Lengths)
+    cut: int = 0  # episodes that were not finished by their deadline
 
     def count(self, report: StepReport) -> None:
         """A step is done."""
         self.steps = report.step + 1
         self.rewards.append(report.reward)
         self.trained_tokens += report.trained_tokens
+        self.trained.add(report.lengths)
         self.age_mean, self.age_max = report.age_mean, max(self.age_max, report.age_max)
         if not report.applied:
             self.note = f"step {report.step} was not applied: {report.fault}; see {report.bad_batch}"

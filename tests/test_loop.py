@@ -192,6 +192,39 @@ def test_a_dead_rollout_worker_is_replaced_and_its_groups_posed_again(tiny_moe: 
     assert [r["worker"] for r in read_journal(tmp_path / "metrics.jsonl") if r["kind"] == "death"] == ["rollout-0"]
 
 
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_worker_told_to_leave_is_drained_and_replaced_if_asked_and_nothing_is_lost(
+    tiny_moe: Path, tmp_path: Path, replace: bool
+) -> None:
+    async def notice(loop: Loop) -> None:
+        await until_step(loop, 3)
+        assert isinstance(loop.system.runtime, InlineRuntime)
+        loop.system.runtime.notice("rollout-1")
+
+    recipe = recipe_of(tiny_moe, rollout={"workers": 2, "replace": replace, "grace_s": 5.0}, run={"steps": 20})
+    assert run(recipe, tmp_path, meddle=notice).steps == 20
+    records = read_journal(tmp_path / "metrics.jsonl")
+    (drained,) = [record for record in records if record["kind"] == "drained"]
+    assert (drained["worker"], drained["fault"]) == ("rollout-1", "")
+    after = records[records.index(drained) :]
+    assert ("rollout-1" in {r["worker"] for r in after if r["kind"] == "refresh"}) == replace
+    assert not [record for record in records if record["kind"] == "death"]
+    totals = accounts(tmp_path)
+    assert totals.trained == totals.final == 20 * 4
+    assert totals.posed == totals.trained + sum(totals.dropped.values()) + totals.held
+
+
+def test_a_notice_to_the_trainer_ends_the_run_with_a_cut(tiny_moe: Path, tmp_path: Path) -> None:
+    async def notice(loop: Loop) -> None:
+        await until_step(loop, 3)
+        assert isinstance(loop.system.runtime, InlineRuntime)
+        loop.system.runtime.notice("trainer-0")
+
+    outcome = run(recipe_of(tiny_moe, run={"steps": 50}), tmp_path, meddle=notice)
+    assert outcome.stopped
+    assert accounts(tmp_path).cut == outcome.steps < 50
+
+
 def test_a_dead_buffer_ends_the_run_by_name_and_it_resumes(tiny_moe: Path, tmp_path: Path) -> None:
     async def kill(loop: Loop) -> None:
         await until_step(loop, 6)

@@ -47,9 +47,9 @@ REASONS: dict[str, dict[str, set[str]]] = {
         "loop.py": {"_till_death: await work", "_unless_stopped: asyncio.wait"},
         "run.py": {"live: asyncio.wait"},
         "rollout/fleet.py": {"_back: asyncio.wait"},
-        "rollout/servers.py": {"start: keeper.wait"},  # `_answered` gives up on it
         "rollout/stepping.py": {"close: await self._task"},
         "runtime/gang.py": {"run: await call", "together: asyncio.wait"},
+        "rollout/servers.py": {"start: keeper.wait", "stop: keeper.wait"},  # `_answered` gives up on it; after SIGKILL
         "runtime/house.py": {"stop: asyncio.wait"},  # for the end of a process that was seen to die
     },
     "bounded by a setting beside it, which the source does not show on the spot": {

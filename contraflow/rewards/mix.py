@@ -32,7 +32,10 @@ class Mix:
         Raises: RewardError naming the part that raised, gave no number, or gave one that is not finite.
         """
         scores = {name: _call(name, part, task, transcript) for name, part in self._parts.items()}
-        return sum(self._weights[name] * score for name, score in scores.items()), scores
+        total = sum(self._weights[name] * score for name, score in scores.items())
+        if not math.isfinite(total):
+            raise RewardError(f"the weighted sum of {scores} is {total}")
+        return total, scores
 
 
 def _call(name: str, part: Part, task: Task, transcript: Transcript) -> float:

@@ -273,6 +273,7 @@ def _report(
         reward=_mean([episode.reward for episode in usable]),
         parts=_part_means(usable),
         trained_tokens=versions_N.numel(),
+        lengths=tuple(int(episode.trained.sum()) for episode in usable),
         age_mean=ages.mean,
         age_max=ages.high,
         seconds=seconds,

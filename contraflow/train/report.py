@@ -28,6 +28,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     parts: dict[str, float]  # the same, by part of the reward
     updates: int  # applied in this step
     trained_tokens: int  # of one pass over the take
+    lengths: tuple[int, ...] = ()  # sampled tokens of each episode that was trained
     loss: float  # mean over the updates, as are the numbers below
     kl: float  # k3 estimate to the reference model; 0 without one
     balance: float  # load-balancing loss of the router before its weight; 0 when it has none

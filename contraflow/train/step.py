@@ -111,11 +111,12 @@ class TrainStep:
                     continue
                 batches = self._pack(chosen)
                 try:
+                    _refuse_unsound(batches)
                     done.append(self._updater.update(batches, lambda *given: self._objective(seen, *given)))
                 except TrainingError as fault:
                     if before is not None:
                         self._optimizer.restore(before)
-                    return Outcome(Numbers(), f"{fault}{_suspicion(batches)}", tuple(batches))
+                    return Outcome(Numbers(), str(fault), tuple(batches))
         return Outcome(self._numbers(done, seen) if done else Numbers())
 
     def _teaches(self, chosen: Sequence[Sample]) -> bool:
@@ -182,13 +183,16 @@ class TrainStep:
         )
 
 
-def _suspicion(batches: Sequence[Batch]) -> str:
-    """What in the batch itself explains a loss that is not finite, if anything does."""
-    if not all(np.isfinite(batch.advantages).all() for batch in batches):
-        return ": an advantage is not finite, so a reward was not"
-    if not all(np.isfinite(batch.behaviour).all() for batch in batches):
-        return ": a behaviour log-probability is not finite"
-    return ""
+def _refuse_unsound(batches: Sequence[Batch]) -> None:
+    """Raise TrainingError for what would make a loss infinite, or, worse, a finite one of an infinite ratio's clip."""
+    for name, why, columns in (
+        ("an advantage", ", so a reward was not finite", [batch.advantages for batch in batches]),
+        ("a behaviour log-probability", "", [batch.behaviour for batch in batches]),
+    ):
+        for column_T in columns:
+            bad = column_T[~np.isfinite(column_T)]
+            if bad.size:
+                raise TrainingError(f"{name} is {bad[0]}{why}")
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -11,6 +11,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from contraflow.algo.lengths import bin_name
 from contraflow.errors import RunFolderError
 from contraflow.telemetry import read_journal
 from contraflow.view.charts import Points, curves, heat, shares
@@ -136,6 +137,7 @@ def _system(steps: Sequence[Record], by_kind: Mapping[str, Sequence[Record]]) ->
         *_placement(pools),
         *_forms(pools),
         _card("Groups", _table(pools[-1]["groups"] if pools else {})),
+        *_lengths(by_kind.get("lengths", [])),
         _card("What went wrong", _troubles(by_kind)),
     ]
 
@@ -161,6 +163,23 @@ def _forms(pools: Sequence[Record]) -> list[str]:
         return []
     told = {name: "; ".join(lines) for name, lines in sorted(forms.items())}
     return [_card("Tokens to experts", _table(told), "What was asked for or measured, and what runs.", wide=True)]
+
+
+def _lengths(records: Sequence[Record]) -> list[str]:
+    """Lengths of what was trained against what was posed; nothing of runs that did not write them."""
+    if not records:
+        return []
+    last = records[-1]
+    posed, trained = last["posed"], last["trained"] + [0] * (len(last["posed"]) - len(last["trained"]))
+    rows = {
+        f"{bin_name(place)} tokens": f"{posed[place] / (sum(posed) or 1):.1%} posed,"
+        f" {trained[place] / (sum(trained) or 1):.1%} trained"
+        for place in range(len(posed))
+        if posed[place] or trained[place]
+    }
+    rows |= {"mean trained / mean posed": f"{last['bias']:.3f}", "cut off by a deadline": str(last["cut"])}
+    note = "Episodes by sampled tokens. Far from 1: long or short answers are dropped, cut off or still under way."
+    return [_card("Length of answers", _table(rows), note)]
 
 
 def _by_step(steps: Sequence[Record], key: str) -> Points:

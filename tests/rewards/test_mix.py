@@ -55,6 +55,15 @@ def test_a_part_that_raises_is_named():
         mix_of(broken).score(TASK, RIGHT)
 
 
+def test_a_weighted_sum_that_is_not_finite_is_refused():
+    def huge(task, transcript):
+        return 1e200
+
+    mix = Mix({"huge": huge}, {"huge": 1e200}, bounded=True)
+    with pytest.raises(RewardError, match=r"the weighted sum of \{'huge': 1e\+200\} is inf"):
+        mix.score(TASK, RIGHT)
+
+
 @pytest.mark.parametrize(
     ("weights", "message"),
     [

@@ -87,6 +87,21 @@ def test_a_step_that_had_nothing_to_teach_has_no_expert_loads_to_show() -> None:
     assert "Expert load" in page("run", "", [step_record(0, expert_loads=[])], [])
 
 
+def test_lengths_of_what_was_trained_stand_beside_those_posed() -> None:
+    record = {
+        "kind": "lengths",
+        "at": 1.0,
+        "step": 3,
+        "posed": [0, 0, 6, 2],
+        "trained": [0, 0, 6],
+        "cut": 1,
+        "bias": 0.7,
+    }
+    text = page("run", "", [*run_records(), record], [])
+    for row in ("2 to 3 tokens", "75.0% posed, 100.0% trained", "25.0% posed, 0.0% trained", "0.700"):
+        assert row in text
+
+
 def test_restarts_and_workers_that_left_are_told() -> None:
     records = [
         *run_records(),
