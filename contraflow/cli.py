@@ -116,11 +116,19 @@ def report(folder: RunFolder) -> None:
 
 
 @app.command()
-def inspect(folder: RunFolder) -> None:
+def inspect(
+    folder: RunFolder,
+    accounts: Annotated[bool, typer.Option("--accounts", help="prove it: exit code 1 if a group is not")] = False,
+) -> None:
     """What happened to every group of a run: trained, dropped (why), held; read from its ledger."""
-    from contraflow.view.inspect import describe
+    from contraflow.view.inspect import describe, prove
 
     typer.echo(describe(folder))
+    if accounts:
+        wrong = prove(folder)
+        typer.echo("\n".join(wrong) or "every group is in exactly one end state of the surviving line")
+        if wrong:
+            raise typer.Exit(1)
 
 
 @app.command()

@@ -87,6 +87,10 @@ class LedgerError(ContraflowError):
     """The record of what happened to each group cannot be read or written, or a request contradicts it."""
 
 
+class PayloadError(LedgerError):
+    """The recorded payload of a group is missing, truncated or altered."""
+
+
 class RunFolderError(ContraflowError):
     """The run folder is in use by another run, or does not hold what a resume needs."""
 

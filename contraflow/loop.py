@@ -88,9 +88,12 @@ class Loop:
 
     async def ask(self) -> None:
         """Consumes free tickets, produces admitted groups."""
-        wait_s = self.recipe.run.stall_s
+        stall_s = self.recipe.run.stall_s
+        again = await self.system.buffer.call(CALL_S, Buffer.steps_due)
+        wait_s = stall_s + again * self.recipe.train.step_deadline_s  # tickets are out until steps are done again
         while True:
             self._admitted.put_nowait(await self.system.buffer.call(wait_s + GRACE_S, Buffer.admit, wait_s))
+            wait_s = stall_s
 
     async def play(self, name: str) -> None:
         """Consumes admitted groups, produces ready ones in the buffer, by way of worker `name`."""

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from contraflow.buffer.counts import Counts
 from contraflow.buffer.service import Buffer
-from contraflow.buffer.store import Counts
 from contraflow.config import Recipe
 from contraflow.errors import DeadlineExceeded, WorkerDied
 from contraflow.loop import Loop
@@ -213,6 +213,7 @@ class Watcher:
 
 def _states(counts: Counts) -> dict[str, int]:
     held = {"waiting": counts.waiting, "running": counts.running, "ready": counts.ready, "taken": counts.taken}
+    held |= {"due": counts.due} if counts.due else {}
     return held | {"trained": counts.trained} | {f"dropped: {why}": n for why, n in counts.dropped.items()}
 
 

@@ -279,6 +279,7 @@ async def _start(recipe: Recipe, folder: Path, runtime: Runtime, found: Newest |
         buffer=recipe.buffer,
         folder=str(folder),
         resume_step=None if found is None else first_step,
+        threaded=recipe.runtime.kind != "inline",
     )
     line = await buffer.call(START_S, Buffer.line)
     trainer = await runtime.start_gang(

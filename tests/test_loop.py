@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from contraflow.buffer.accounts import accounts
+from contraflow.buffer.audit import audit
 from contraflow.config import Recipe, check_recipe
 from contraflow.errors import CheckpointError, ConfigError, DeadlineExceeded, RunFolderError, WorkerDied
 from contraflow.loop import Loop, Outcome
@@ -237,6 +238,33 @@ def test_a_dead_buffer_ends_the_run_by_name_and_it_resumes(tiny_moe: Path, tmp_p
     assert run(recipe_of(tiny_moe), tmp_path, resume=True).steps == STEPS
     totals = accounts(tmp_path)
     assert (totals.line, totals.trained, totals.final) == (1, STEPS * 4, STEPS * 4)
+
+
+@pytest.mark.parametrize("max_age", [0, 2])
+def test_steps_that_a_crash_undid_are_done_again_bit_for_bit(tiny_moe: Path, tmp_path: Path, max_age: int) -> None:
+    """Killed at step 7, with cuts at 4 and 8: the cut at 8 holds steps 4, 5 and 6 twice trained on the same groups."""
+
+    async def kill(loop: Loop) -> None:
+        await until_step(loop, 7)
+        assert isinstance(loop.system.runtime, InlineRuntime)
+        loop.system.runtime.kill("buffer")
+
+    recipe = recipe_of(tiny_moe, buffer={"max_age": max_age}, run={"eval_tasks": 0})
+    with pytest.raises(WorkerDied):
+        run(recipe, tmp_path / "killed", meddle=kill)
+    run(recipe, tmp_path / "killed", resume=True)
+    told = steps_of(tmp_path / "killed")
+    for step in (4, 5, 6):
+        first, again = [
+            {key: record[key] for key in ("reward", "trained_tokens", "age_max", "loss", "grad_norm") if key in record}
+            for record in told
+            if record["step"] == step
+        ]
+        assert first == again
+        assert "loss" in first
+    totals = accounts(tmp_path / "killed")
+    assert (totals.trained, totals.superseded) == (STEPS * 4, 3 * 4)
+    assert audit(tmp_path / "killed") == []
 
 
 def test_a_stop_ends_cleanly_and_the_run_goes_on_from_there(tiny_moe: Path, tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from contraflow.errors import RunFolderError
 class Accounts(msgspec.Struct, frozen=True, kw_only=True):
     """Groups by where they are, over the whole history that survives.
 
-    posed = trained + dropped + held, where held = waiting + running + ready + taken. `final` of the trained are in a
-    committed checkpoint. `dropped` ended for good, by reason. `reposed` counts attempts given up, by reason, and
-    `refused` reports on attempts that were not running. `superseded` counts trainings undone by a resume.
+    posed = trained + dropped + held, where held = waiting + running + ready + due + taken; `due` are to be trained
+    again, by the steps that took them before a restart. `final` of the trained are in a committed checkpoint.
+    `dropped` ended for good, by reason. `reposed` counts attempts given up, by reason, and `refused` reports on
+    attempts that were not running. `superseded` counts trainings undone by a resume.
     """
 
     line: int
@@ -33,10 +34,11 @@ class Accounts(msgspec.Struct, frozen=True, kw_only=True):
     reposed: dict[str, int]
     refused: dict[str, int]
     superseded: int
+    due: int = 0
 
     @property
     def held(self) -> int:
-        return self.waiting + self.running + self.ready + self.taken
+        return self.waiting + self.running + self.ready + self.due + self.taken
 
 
 def accounts(folder: Path) -> Accounts:
@@ -92,6 +94,7 @@ def tally(db: sqlite3.Connection) -> Accounts:
         reposed=dict(db.execute(by_reason, ("waiting",))),
         refused=dict(db.execute(by_reason, ("refused",))),
         superseded=superseded,
+        due=states.get("due", 0),
     )
 
 

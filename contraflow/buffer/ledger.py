@@ -1,7 +1,7 @@
 """The durable record of what happened to each group: an append-only list of events in SQLite, and the lines of a run.
 
-Takes events, commits them in batches; opening it for a resume opens a new line and says which groups to pose again.
-Does not hold payloads or decide anything about a group's life. `accounts.py` reads it.
+Takes events, commits them in batches. Payloads lie beside it (segments.py), synced before the rows that name them are
+written here. Does not decide anything about a group's life. opening.py begins a line; accounts.py and audit.py read.
 
 Guarantee: `commit` and `cut` return once everything appended so far survives a power loss (WAL, synchronous=FULL).
 Between commits at most `BATCH` events wait in memory; a commit that fails keeps them, so the next one retries.
@@ -15,21 +15,27 @@ from pathlib import Path
 
 import msgspec
 
-from contraflow.errors import LedgerError, RunFolderError
+from contraflow.buffer.segments import Place
+from contraflow.errors import LedgerError
 from contraflow.types import Version
 
 FILE = "ledger.sqlite"
-SCHEMA = 1
+SCHEMA = 2
 BATCH = 256
 TABLES = (
-    "CREATE TABLE lines(line INTEGER PRIMARY KEY, parent INTEGER, from_step INTEGER NOT NULL)",
+    # `shared`: the newest n such that version n of the history before is the same version of this one (opening.py).
+    "CREATE TABLE lines(line INTEGER PRIMARY KEY, parent INTEGER, from_step INTEGER NOT NULL, shared INTEGER NOT NULL)",
     "CREATE TABLE cuts(line INTEGER NOT NULL, step INTEGER NOT NULL, PRIMARY KEY(line, step))",
     "CREATE TABLE events(id INTEGER PRIMARY KEY, line INTEGER NOT NULL, kind TEXT NOT NULL, group_id INTEGER NOT NULL,"
     " attempt INTEGER NOT NULL, step INTEGER, version_line INTEGER, version_n INTEGER, reason TEXT NOT NULL)",
+    "CREATE TABLE payloads(group_id INTEGER NOT NULL, attempt INTEGER NOT NULL, line INTEGER NOT NULL,"
+    " oldest INTEGER NOT NULL, newest INTEGER NOT NULL, segment TEXT NOT NULL, start INTEGER NOT NULL,"
+    " length INTEGER NOT NULL, digest BLOB NOT NULL, PRIMARY KEY(group_id, attempt))",
 )
 INSERT = (
     "INSERT INTO events(line, kind, group_id, attempt, step, version_line, version_n, reason) VALUES (?,?,?,?,?,?,?,?)"
 )
+KEEP = "INSERT INTO payloads VALUES (?,?,?,?,?,?,?,?,?)"
 
 
 class Kind(StrEnum):
@@ -39,6 +45,7 @@ class Kind(StrEnum):
     STARTED = "started"  # its first token is about to be sampled, by `version`
     READY = "ready"  # its episodes arrived; `version` is that of the oldest trained token
     TAKEN = "taken"  # by `step`
+    DUE = "due"  # taken by `step` on a line that ended before a cut: the same step of this line takes it again
     TRAINED = "trained"  # by `step`
     DROPPED = "dropped"  # for good, because of `reason`
     WAITING = "waiting"  # its attempt was given up because of `reason`; it is to be posed again
@@ -54,16 +61,8 @@ class Event(msgspec.Struct, frozen=True):
     step: int | None = None
     version: Version | None = None
     reason: str = ""  # counted by what stands before a colon
-
-
-class Opening(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a line begins: its number, the step it is at, the groups to pose again (with the last attempt made), and
-    the first index never posed."""
-
-    line: int
-    step: int
-    waiting: tuple[tuple[int, int], ...] = ()
-    fresh: int = 0
+    newest: Version | None = None  # of its tokens, where `place` is given
+    place: Place | None = None  # of its payload, which is synced by then
 
 
 class Ledger:
@@ -96,6 +95,11 @@ class Ledger:
         """A checkpoint that contains the steps below `step` is committed. Durable on return."""
         self._write(step)
 
+    def forget(self, segments: set[str]) -> None:
+        """The payloads of these files are not named any more: the files may go. Durable on return."""
+        with self._fenced():
+            self._db.executemany("DELETE FROM payloads WHERE segment = ?", [(name,) for name in sorted(segments)])
+
     def close(self) -> None:
         """Commit and close."""
         try:
@@ -104,41 +108,20 @@ class Ledger:
             self._db.close()
 
     def _write(self, cut: int | None) -> None:
-        with transaction(self._db, self._path):
-            (newest,) = self._db.execute("SELECT max(line) FROM lines").fetchone()
-            if newest != self._line:
-                raise LedgerError(f"ledger {self._path}: line {newest} has taken over from line {self._line}; stop")
-            self._db.executemany(INSERT, (_row(self._line, event) for event in self._pending))
+        with self._fenced():
+            self._db.executemany(INSERT, (event_row(self._line, event) for event in self._pending))
+            self._db.executemany(KEEP, (_payload_row(each) for each in self._pending if each.place is not None))
             if cut is not None:
                 self._db.execute("INSERT OR IGNORE INTO cuts VALUES (?, ?)", (self._line, cut))
         self._pending.clear()
 
-
-def open_ledger(folder: Path, *, resume_step: int | None) -> tuple[Ledger, Opening]:
-    """Open `folder`'s ledger on a new line.
-
-    `resume_step` None begins a run and refuses a folder that holds one. Otherwise the line goes on from the checkpoint
-    of that step: groups taken by steps below it on the surviving history are trained, groups dropped for good stay
-    dropped, and every other group ever posed is to be posed again; what later steps did is superseded, not deleted.
-
-    Raises RunFolderError (a run is there, or none to resume, or the step is unknown), LedgerError.
-    """
-    path = folder / FILE
-    if resume_step and not path.exists():
-        raise RunFolderError(f"{path} does not exist, so step {resume_step} cannot be resumed; start a new run")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as fault:
-        raise LedgerError(f"folder {folder} for the ledger cannot be made: {fault}") from fault
-    db = connect(path, f"{path.absolute().as_uri()}?mode=rwc")
-    try:
-        with transaction(db, path):
-            check_schema(db, path, create=True)
-            opening = _open_line(db, path, resume_step)
-    except BaseException:
-        db.close()
-        raise
-    return Ledger(db, path, opening.line), opening
+    @contextmanager
+    def _fenced(self) -> Iterator[None]:
+        with transaction(self._db, self._path):
+            (newest,) = self._db.execute("SELECT max(line) FROM lines").fetchone()
+            if newest != self._line:
+                raise LedgerError(f"ledger {self._path}: line {newest} has taken over from line {self._line}; stop")
+            yield
 
 
 def connect(path: Path, uri: str) -> sqlite3.Connection:
@@ -201,59 +184,23 @@ def on_path(path: list[tuple[int, int]]) -> str:
     return "(" + " OR ".join(f"(line = {line:d} AND step < {end:d})" for line, end in path) + ")"
 
 
-def _open_line(db: sqlite3.Connection, path: Path, resume_step: int | None) -> Opening:
-    (newest,) = db.execute("SELECT max(line) FROM lines").fetchone()
-    if newest is None:
-        if resume_step:
-            raise RunFolderError(f"{path} holds no run, so step {resume_step} cannot be resumed; start a new run")
-        db.execute("INSERT INTO lines VALUES (0, NULL, 0)")
-        return Opening(line=0, step=0)
-    if resume_step is None:
-        raise RunFolderError(f"{path} already holds a run (line {newest}); resume it, or choose another folder")
-    line = newest + 1
-    db.execute("INSERT INTO lines VALUES (?, ?, ?)", (line, _parent(db, path, resume_step), resume_step))
-    waiting, changes = _sort_out(db, line)
-    db.executemany(INSERT, (_row(line, event) for event in changes))
-    (last,) = db.execute("SELECT max(group_id) FROM events WHERE kind = 'posed'").fetchone()
-    return Opening(line=line, step=resume_step, waiting=tuple(waiting), fresh=0 if last is None else last + 1)
-
-
-def _parent(db: sqlite3.Connection, path: Path, step: int) -> int:
-    """The line whose checkpoint of `step` is resumed: the newest that cut there; failing that (killed between the
-    checkpoint and its record) the newest that took step - 1, or began at `step`."""
-    for query in (
-        "SELECT max(line) FROM cuts WHERE step = :step",
-        "SELECT max(line) FROM events WHERE kind = 'taken' AND step = :step - 1",
-        "SELECT max(line) FROM lines WHERE from_step = :step",
-    ):
-        (line,) = db.execute(query, {"step": step}).fetchone()
-        if line is not None:
-            return int(line)
-    (last,) = db.execute("SELECT max(step) FROM events WHERE kind = 'taken'").fetchone()
-    known = "no step was taken" if last is None else f"the last step taken is {last}"
-    raise RunFolderError(f"{path} knows of no checkpoint of step {step}: {known}")
-
-
-def _sort_out(db: sqlite3.Connection, line: int) -> tuple[list[tuple[int, int]], list[Event]]:
-    """Which groups a new line poses again, and the events that say what changed for whom."""
-    rows = db.execute(
-        "SELECT life.group_id, life.attempt, life.step, events.kind FROM (SELECT group_id, max(id) AS last,"
-        f" max(attempt) AS attempt, max(CASE WHEN kind = 'taken' AND {on_path(surviving(db, line))} THEN step END)"
-        " AS step FROM events WHERE kind != 'refused' GROUP BY group_id) AS life"
-        " JOIN events ON events.id = life.last ORDER BY life.group_id"
-    )
-    waiting, changes = [], []
-    for group, attempt, step, kind in rows:
-        if step is not None:
-            if kind != Kind.TRAINED:
-                changes.append(Event(Kind.TRAINED, group, attempt, step, reason="in the checkpoint"))
-        elif kind != Kind.DROPPED:
-            waiting.append((group, attempt))
-            if kind != Kind.WAITING:
-                changes.append(Event(Kind.WAITING, group, attempt, reason="dead_line"))
-    return waiting, changes
-
-
-def _row(line: int, event: Event) -> tuple[int, str, int, int, int | None, int | None, int | None, str]:
+def event_row(line: int, event: Event) -> tuple[int, str, int, int, int | None, int | None, int | None, str]:
     version_line, version_n = (None, None) if event.version is None else (event.version.line, event.version.n)
     return line, event.kind, event.group, event.attempt, event.step, version_line, version_n, event.reason
+
+
+def _payload_row(event: Event) -> tuple[int, int, int, int, int, str, int, int, bytes]:
+    place, oldest, newest = event.place, event.version, event.newest
+    assert place is not None, "asked before"
+    assert oldest is not None and newest is not None, "a payload has tokens"  # noqa: PT018
+    return (
+        event.group,
+        event.attempt,
+        oldest.line,
+        oldest.n,
+        newest.n,
+        place.segment,
+        place.start,
+        place.length,
+        place.digest,
+    )

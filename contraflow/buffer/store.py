@@ -1,52 +1,26 @@
-"""The groups of a run between the pools: who is where, what may move, and what is counted. Payloads are in memory.
+"""The groups of a run between the pools: who is where, what may move, and what is counted. Payloads are in memory,
+but for those that a restart found (segments.py).
 
 Takes calls in any order, gives tickets, takes and payloads; every change goes to `record` as an event first thing.
 Synchronous and deterministic: no clock, no file, no waiting (service.py waits, ledger.py keeps the events).
 """
 
 import heapq
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from contraflow import config
 from contraflow.buffer.accounts import Accounts
-from contraflow.buffer.ledger import Event, Kind, Opening
+from contraflow.buffer.counts import Counts
+from contraflow.buffer.ledger import Event, Kind
+from contraflow.buffer.opening import Opening
+from contraflow.buffer.salvage import Kept
+from contraflow.buffer.segments import Place
 from contraflow.buffer.tickets import Tickets
 from contraflow.buffer.window import Window
 from contraflow.errors import EngineError, LedgerError
 from contraflow.types import Chosen, Episode, Group, Take, Ticket, Version
-
-
-class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the groups are now. Held is waiting + running + ready + taken; posed = trained + dropped + held.
-
-    `waiting` were posed, given up and have no ticket yet. `trained` includes what no checkpoint holds yet. `dropped`
-    ended for good, by reason; `reposed` counts attempts given up, `refused` reports on attempts that were not running.
-    `oldest_age` is that of the oldest group running or ready, were it trained by the next step.
-    """
-
-    line: int
-    step: int  # the next to be taken
-    served: Version
-    posed: int
-    waiting: int
-    running: int
-    ready: int
-    taken: int
-    trained: int
-    dropped: dict[str, int]
-    reposed: dict[str, int]
-    refused: dict[str, int]
-    tickets_free: int
-    tickets_busy: int
-    oldest_age: int
-
-    @property
-    def held(self) -> int:
-        return self.waiting + self.running + self.ready + self.taken
 
 
 @dataclass(slots=True)
@@ -57,14 +31,15 @@ class Entry:
     attempt: int
     oldest: int
     newest: int
-    payload: Group | None = None
+    payload: Group | Kept | None = None
 
 
 class Store:
     """Groups by state, tickets, and the step that is next.
 
-    Invariants, after every call: posed = trained + dropped + waiting + running + ready + taken; tickets held =
-    running + ready; and for every policy the unfinished groups are `feasible` for the next step under `hold`.
+    Invariants, after every call: posed = trained + dropped + waiting + running + ready + due + taken; tickets held =
+    running + ready; and for every policy the unfinished groups are `feasible` for the next step under `hold`, or for
+    the first step after those that are done again.
     """
 
     def __init__(
@@ -79,7 +54,9 @@ class Store:
         self._waiting = list(opening.waiting)  # a heap of (group, last attempt)
         self._fresh = opening.fresh
         self._running: dict[int, Entry] = {}
-        self._ready: dict[int, Entry] = {}
+        self._ready = {kept.group: _entry(kept) for kept in opening.ready}
+        self._due = deque([_entry(kept) for kept in take] for take in opening.due)  # of step `step` and those after it
+        self.tickets.keep(len(self._ready), {self.step + i: len(take) for i, take in enumerate(self._due)})
         self._taken: dict[int, Entry] = {}
         self._take: Take | None = None
         self._posed, self._trained = totals.posed, totals.trained
@@ -89,7 +66,7 @@ class Store:
 
     def pose(self) -> Ticket | None:
         """A ticket for the oldest group that waits to be posed again, else for the next fresh one; None: none free."""
-        if self.tickets.free == 0:
+        if self.tickets.free <= 0:
             return None
         self.tickets.issue()
         if self._waiting:
@@ -120,25 +97,25 @@ class Store:
         entry.oldest = version.n
         self._record(Event(Kind.STARTED, group, attempt, version=version))
 
-    def put(self, group: Group) -> None:
-        """A group's episodes arrived: it becomes ready, is dropped, or is posed again. A late one is only counted."""
+    def wants(self, group: Group) -> bool:
+        """Whether `put` would make the group ready: its payload is worth keeping. Raises as `put` does."""
+        return self._fate(group)[0] == Kind.READY
+
+    def put(self, group: Group, place: Place | None = None) -> None:
+        """A group's episodes arrived, and lie at `place`: it becomes ready, is dropped, or is posed again. A late one
+        is only counted. Raises LedgerError for tokens of a version that cannot be yet."""
+        kind, reason = self._fate(group)
         ticket = group.ticket
-        if ticket.line != self.line:
-            self._refuse(ticket.group, ticket.attempt, "dead_line")
+        if kind == Kind.REFUSED:
+            self._refuse(ticket.group, ticket.attempt, reason)
             return
-        entry = self._find(ticket.group, ticket.attempt)
-        if entry is None:
-            return
-        usable = [episode for episode in group.episodes if not episode.failed and episode.spans]
-        versions = [span.version for episode in usable for span in episode.spans]
-        if not versions:
-            self._drop(entry, "no_episodes")
-        elif not self._keep_no_signal and _equal_rewards(usable):
-            self._drop(entry, "no_signal")
-        elif any(version.line != self.line for version in versions):
-            self._repose(entry, "dead_line")
+        entry = self._running[ticket.group]
+        if kind == Kind.DROPPED:
+            self._drop(entry, reason)
+        elif kind == Kind.WAITING:
+            self._repose(entry, reason)
         else:
-            self._settle(entry, group, min(versions), max(versions))
+            self._settle(entry, group, place)
 
     def lose(self, group: int, attempt: int, reason: str) -> None:
         """An attempt will never arrive: its group is posed again, its ticket comes home."""
@@ -157,22 +134,23 @@ class Store:
         if self._take is not None and self._take.step == step:
             return self._take
         self._check_next(step)
-        decision = self._window.decide(step, self._ready.values(), self._running.values())
-        for group in decision.expired:
-            self._repose(self._ready.get(group) or self._running[group], "expired")
-        if not decision.chosen:
+        entries = self._again() if self._due else self._fresh_take(step)
+        if not entries:
             return None
         floor = self._version(self._window.floor(step))
-        entries = [self._ready.pop(group) for group in decision.chosen]
         for entry in entries:
             self._taken[entry.group] = entry
             self._record(Event(Kind.TAKEN, entry.group, entry.attempt, step, self._version(entry.oldest)))
         self._take = Take(step=step, groups=tuple(Chosen(entry.group, entry.attempt, floor) for entry in entries))
-        self.tickets.spend(step, len(entries))
         self.step = step + 1
         return self._take
 
-    def fetch(self, chosen: Sequence[Chosen]) -> list[Group]:
+    @property
+    def steps_due(self) -> int:
+        """Steps that are done again, as the record says, before the window chooses."""
+        return len(self._due)
+
+    def fetch(self, chosen: Sequence[Chosen]) -> list[Group | Kept]:
         """Payloads of taken groups, in the order asked. Raises LedgerError for a group that is not taken now."""
         payloads = []
         for each in chosen:
@@ -229,7 +207,8 @@ class Store:
             refused=dict(self._refused),
             tickets_free=self.tickets.free,
             tickets_busy=self.tickets.held + self.tickets.spent,
-            oldest_age=self.step - oldest,
+            oldest_age=max(self.step - oldest, 0),
+            due=sum(map(len, self._due)),
         )
 
     def why_no_ticket(self) -> str:
@@ -252,15 +231,45 @@ class Store:
             f" tickets free: {self.tickets.free}; newest served: {self._version(self.tickets.served)}{dropped})"
         )
 
-    def _settle(self, entry: Entry, payload: Group, oldest: Version, newest: Version) -> None:
-        if newest.n > self.step:
+    def _again(self) -> list[Entry]:
+        """The groups of a step that is done again; their tickets were spent when the line began."""
+        return self._due.popleft()
+
+    def _fresh_take(self, step: int) -> list[Entry]:
+        decision = self._window.decide(step, self._ready.values(), self._running.values())
+        for group in decision.expired:
+            self._repose(self._ready.get(group) or self._running[group], "expired")
+        if decision.chosen:
+            self.tickets.spend(step, len(decision.chosen))
+        return [self._ready.pop(group) for group in decision.chosen]
+
+    def _fate(self, group: Group) -> tuple[Kind, str]:
+        """What `put` makes of a group, and why."""
+        ticket, entry = group.ticket, self._running.get(group.ticket.group)
+        if ticket.line != self.line:
+            return Kind.REFUSED, "dead_line"
+        if entry is None or entry.attempt != ticket.attempt:
+            return Kind.REFUSED, "late"
+        usable = [episode for episode in group.episodes if not episode.failed and episode.spans]
+        versions = [span.version for episode in usable for span in episode.spans]
+        if not versions:
+            return Kind.DROPPED, "no_episodes"
+        if not self._keep_no_signal and _equal_rewards(usable):
+            return Kind.DROPPED, "no_signal"
+        if any(version.line != self.line for version in versions):
+            return Kind.WAITING, "dead_line"
+        if (newest := max(versions)).n > self.step:
             raise LedgerError(f"group {entry.group} holds tokens of {newest}; {self._version(self.step)} is the newest")
-        if oldest.n < entry.oldest:  # its deadline would be earlier than what the window has reckoned with
-            self._repose(entry, "older_than_start")
-            return
+        if min(versions).n < entry.oldest:  # its deadline would be earlier than what the window has reckoned with
+            return Kind.WAITING, "older_than_start"
+        return Kind.READY, ""
+
+    def _settle(self, entry: Entry, payload: Group, place: Place | None) -> None:
+        versions = [span.version for episode in payload.episodes if not episode.failed for span in episode.spans]
+        oldest, newest = min(versions), max(versions)
         entry.oldest, entry.newest, entry.payload = oldest.n, newest.n, payload
         self._ready[entry.group] = self._running.pop(entry.group)
-        self._record(Event(Kind.READY, entry.group, entry.attempt, version=oldest))
+        self._record(Event(Kind.READY, entry.group, entry.attempt, version=oldest, newest=newest, place=place))
 
     def _find(self, group: int, attempt: int) -> Entry | None:
         """The running attempt; any other is counted as late."""
@@ -298,6 +307,10 @@ class Store:
 
     def _version(self, n: int) -> Version:
         return Version(self.line, n)
+
+
+def _entry(kept: Kept) -> Entry:
+    return Entry(kept.group, kept.attempt, kept.oldest, kept.newest, kept)
 
 
 def _equal_rewards(episodes: Sequence[Episode]) -> bool:

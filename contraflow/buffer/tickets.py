@@ -9,9 +9,10 @@ from contraflow.errors import LedgerError
 class Tickets:
     """(eta + 1) * P tickets and where they are.
 
-    Invariant: free + held + spent == total, none negative. `held` are with groups that run or are ready; `spent` are
-    with steps whose version no engine serves yet. Since step k publishes version k + 1, a ticket spent by step k comes
-    home once a version n > k is served. `served` never falls.
+    Invariant: free + held + spent == total. `held` are with groups that run or are ready; `spent` are with steps whose
+    version no engine serves yet. Since step k publishes version k + 1, a ticket spent by step k comes home once a
+    version n > k is served. `served` never falls. Only `free` may be negative: after a restart, while steps that are
+    done again have spent more than there are.
     """
 
     def __init__(self, total: int, *, served: int) -> None:
@@ -42,6 +43,11 @@ class Tickets:
         """`step` took `count` groups; their tickets stay out until its version is served."""
         self.held -= count
         self._spent[step] = count
+
+    def keep(self, held: int, again: dict[int, int]) -> None:
+        """A restart found `held` groups ready, and steps to do again, with their numbers of groups."""
+        self.held += held
+        self._spent |= again
 
     def serve(self, n: int) -> None:
         """At least one live engine serves version `n`."""

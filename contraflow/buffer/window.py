@@ -84,6 +84,16 @@ class Window:
             return shortage
         return Decision(chosen=tuple(held.group for held in chosen), expired=tuple(sorted(expired)))
 
+    def admit(self, step: int, held: Iterable[Held]) -> set[int]:
+        """The groups, of those that a restart found ready, which steps `step`, `step` + 1, ... can still train in time:
+        as many as possible, earliest deadline first (unit jobs: Moore 1968). The others are `feasible` without them."""
+        admitted: set[int] = set()
+        dated = ((each.newest if self.policy == "mask" else each.oldest, each.group) for each in held)
+        for bound, group in sorted(dated):
+            if len(admitted) < (bound + self.max_age - step + 1) * self.groups_per_step:
+                admitted.add(group)
+        return admitted
+
     def feasible(self, step: int, held: Iterable[Held]) -> bool:
         """Whether steps `step`, `step` + 1, ... can still train all of `held` in time: for every d >= step - 1,
         at most (d - step + 1) * P of them have a deadline of d or before."""

@@ -66,6 +66,8 @@ class Buffer(Section):
     max_age: Annotated[int, Field(ge=0)] = 2  # eta; 0 is the synchronous trainer
     expiry: Literal["hold", "mask", "repose"] = "hold"  # what happens to a group about to expire
     no_signal: Literal["drop", "keep"] = "drop"  # groups whose episodes all earned the same
+    dead_line: Literal["train", "repose"] = "train"  # groups of versions a restart undid, if young enough to train
+    keep_payloads: Literal["until_cut", "all"] = "until_cut"  # of trained groups; all: they can be trained again
 
     @property
     def tickets(self) -> int:

@@ -1,4 +1,4 @@
-"""`contraflow inspect`: where every group of a run is, as lines a person can add up.
+"""`contraflow inspect`: where every group of a run is, as lines a person can add up, and what is wrong if they don't.
 
 Takes a run's folder, gives text. Reads the ledger only, so it works on a live, ended or killed run.
 """
@@ -6,6 +6,7 @@ Takes a run's folder, gives text. Reads the ledger only, so it works on a live, 
 from pathlib import Path
 
 from contraflow.buffer.accounts import accounts
+from contraflow.buffer.audit import audit
 
 
 def describe(folder: Path) -> str:
@@ -16,12 +17,18 @@ def describe(folder: Path) -> str:
         f"posed    {a.posed:7d}   = trained + dropped + held",
         f"trained  {a.trained:7d}   of which {a.final} are in a checkpoint",
         f"dropped  {sum(a.dropped.values()):7d}   {_reasons(a.dropped)}",
-        f"held     {a.held:7d}   waiting {a.waiting}, running {a.running}, ready {a.ready}, taken {a.taken}",
+        f"held     {a.held:7d}   waiting {a.waiting}, running {a.running}, ready {a.ready}, due again {a.due},"
+        f" taken {a.taken}",
         f"attempts given up and posed again: {sum(a.reposed.values())}  {_reasons(a.reposed)}",
         f"late or doubled reports refused:   {sum(a.refused.values())}  {_reasons(a.refused)}",
         f"taken by a step that a resume undid: {a.superseded}",
     ]
     return "\n".join(lines)
+
+
+def prove(folder: Path) -> list[str]:
+    """What is wrong with the groups of a run; nothing when each is in exactly one end state. Raises as `describe`."""
+    return audit(folder)
 
 
 def _reasons(counts: dict[str, int]) -> str:

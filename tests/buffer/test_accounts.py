@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from contraflow.buffer.accounts import accounts
-from contraflow.buffer.ledger import FILE, Event, Kind, open_ledger
+from contraflow.buffer.ledger import FILE, Event, Kind
 from contraflow.errors import LedgerError, RunFolderError
+from tests.buffer.ledgers import open_ledger
 
 
 def test_an_empty_run_has_empty_accounts(tmp_path: Path) -> None:

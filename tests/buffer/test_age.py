@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contraflow.buffer.accounts import Accounts
-from contraflow.buffer.ledger import Opening
+from contraflow.buffer.opening import Opening
 from contraflow.buffer.store import Store
 from contraflow.config import Buffer
 from contraflow.errors import EngineError

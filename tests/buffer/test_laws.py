@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from contraflow.buffer.accounts import accounts
-from contraflow.buffer.ledger import Event, Kind, open_ledger
+from contraflow.buffer.ledger import Event, Kind
 from contraflow.buffer.store import Store
 from contraflow.buffer.window import Window
 from contraflow.config import Buffer
 from contraflow.errors import EngineError, LedgerError
 from contraflow.types import Chosen, Group, Take, Ticket, Version
+from tests.buffer.ledgers import open_ledger
 
 MakeGroup = Callable[..., Group]
 ENGINES = 2

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from contraflow.buffer.accounts import accounts
-from contraflow.buffer.ledger import BATCH, FILE, Event, Kind, Ledger, open_ledger
+from contraflow.buffer.ledger import BATCH, FILE, Event, Kind, Ledger
 from contraflow.errors import LedgerError, RunFolderError
+from tests.buffer.ledgers import open_ledger
 
 
 def events(
@@ -45,7 +46,7 @@ def test_a_resume_keeps_what_the_checkpoint_holds_and_poses_the_rest_again(tmp_p
     ledger.close()
     seen = accounts(tmp_path)
     assert (seen.trained, seen.final, seen.waiting, seen.dropped, seen.superseded) == (2, 2, 5, {"no_signal": 1}, 2)
-    assert seen.reposed == {"dead_line": 4, "lost": 1}
+    assert seen.reposed == {"dead_line": 1, "no_payload": 3, "lost": 1}
 
 
 def test_a_checkpoint_whose_cut_was_not_recorded_is_known_by_the_step_before_it(tmp_path: Path) -> None:
@@ -140,7 +141,8 @@ def test_events_wait_for_a_commit_or_a_full_batch(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from contraflow.buffer.ledger import Event, Kind, open_ledger
+from contraflow.buffer.ledger import Event, Kind
+from tests.buffer.ledgers import open_ledger
 ledger, _ = open_ledger(Path(sys.argv[1]), resume_step=None)
 for group in range(4):
     ledger.append(Event(Kind.POSED, group, 1))

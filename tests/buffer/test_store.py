@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from contraflow.buffer.accounts import Accounts
-from contraflow.buffer.ledger import Event, Kind, Opening
+from contraflow.buffer.ledger import Event, Kind
+from contraflow.buffer.opening import Opening
 from contraflow.buffer.store import Store
 from contraflow.config import Buffer
 from contraflow.errors import EngineError, LedgerError

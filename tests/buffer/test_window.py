@@ -127,3 +127,17 @@ def test_hold_waits_only_when_no_choice_of_ready_groups_would_do_and_for_groups_
         assert len(decision.among) >= decision.missing > 0
         assert set(decision.among) <= {each.group for each in running}
     assert rule.decide(step, ready + running, []).chosen  # so waiting for running groups is always enough
+
+
+@given(st.data())
+def test_a_restart_keeps_as_many_groups_as_any_choice_could_and_what_it_keeps_is_feasible(data: st.DataObject) -> None:
+    eta, per_step, step = (data.draw(st.integers(low, high)) for low, high in ((0, 3), (1, 2), (0, 5)))
+    rule = window("hold", per_step, eta)
+    ages = data.draw(st.lists(st.integers(step - eta - 2, step), max_size=7))
+    held = [Group(group, oldest, oldest) for group, oldest in enumerate(ages)]
+    kept = rule.admit(step, held)
+    assert rule.feasible(step, [each for each in held if each.group in kept])
+    sizes = [
+        count for count in range(len(held) + 1) for choice in combinations(held, count) if rule.feasible(step, choice)
+    ]
+    assert len(kept) == max(sizes)

@@ -1,0 +1,57 @@
+"""Which segments still hold a payload that a restart may ask for.
+
+Takes the events of the ledger and the cuts, gives the files that may go. Pure: it removes nothing itself.
+A payload is settled once its attempt was given up, its group dropped, or a committed cut contains the step that trained
+it. A file goes as a whole, when all in it is settled.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+from contraflow.buffer.ledger import Event, Kind
+from contraflow.buffer.salvage import Kept
+
+
+class Retention:
+    """Invariant: `_unsettled[s]` counts the groups of `_where` in file s; files of `files` with none may go."""
+
+    def __init__(self, files: Iterable[str], kept: Iterable[Kept]) -> None:
+        """`files` are there, and of what they hold only `kept` is not settled."""
+        self.files = set(files)
+        self._where: dict[int, str] = {}
+        self._unsettled: Counter[str] = Counter()
+        self._trained: defaultdict[int, list[int]] = defaultdict(list)  # by step, in no cut yet
+        for each in kept:
+            self._hold(each.group, each.place.segment)
+
+    def note(self, event: Event) -> None:
+        """What an event says about its group's payload."""
+        if event.kind == Kind.READY and event.place is not None:
+            self._hold(event.group, event.place.segment)
+        elif event.kind in (Kind.WAITING, Kind.DROPPED):
+            self._settle(event.group)
+        elif event.kind == Kind.TRAINED and event.step is not None:
+            self._trained[event.step].append(event.group)
+
+    def cut(self, step: int) -> None:
+        """A cut contains the steps below `step`."""
+        for done in [done for done in self._trained if done < step]:
+            for group in self._trained.pop(done):
+                self._settle(group)
+
+    def spent(self, writing: str) -> set[str]:
+        """Files that may go; the one that is written to stays."""
+        return {name for name in self.files if not self._unsettled[name] and name != writing}
+
+    def gone(self, files: set[str]) -> None:
+        self.files -= files
+
+    def _hold(self, group: int, segment: str) -> None:
+        self.files.add(segment)
+        self._where[group] = segment
+        self._unsettled[segment] += 1
+
+    def _settle(self, group: int) -> None:
+        segment = self._where.pop(group, None)
+        if segment is not None:
+            self._unsettled[segment] -= 1
