@@ -130,6 +130,19 @@ def test_a_killed_rollout_worker_is_named_and_replaced(start: Start) -> None:
     assert accounts(running.folder).trained == 40 * 4
 
 
+@pytest.mark.slow
+def test_a_rollout_worker_that_gets_sigterm_leaves_in_order_and_is_replaced(start: Start) -> None:
+    running = start(steps=40)
+    running.until_step(5)
+    os.kill(running.worker("rollout-0"), signal.SIGTERM)
+    said = running.end(90)
+    assert running.process.returncode == 0, said
+    records = read_journal(running.folder / "metrics.jsonl")
+    kinds = [record["kind"] for record in records]
+    assert (kinds.count("notice"), kinds.count("drained"), kinds.count("death")) == (1, 1, 0)
+    assert accounts(running.folder).trained == 40 * 4
+
+
 def test_a_killed_trainer_ends_the_run_by_name_and_nothing_is_lost(start: Start) -> None:
     running = start()
     running.until_step(8)

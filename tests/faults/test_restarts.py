@@ -34,7 +34,7 @@ def start(tiny_moe: Path, tmp_path: Path) -> Iterator[Start]:
         running.process.communicate()
 
 
-@pytest.mark.parametrize("victim", ["trainer-0", "buffer"])
+@pytest.mark.parametrize("victim", ["trainer-0", pytest.param("buffer", marks=pytest.mark.slow)])
 def test_a_killed_trainer_or_buffer_is_named_and_the_run_goes_on_from_its_cut(start: Start, victim: str) -> None:
     running = start()
     running.until_step(8)
