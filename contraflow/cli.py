@@ -132,6 +132,18 @@ def inspect(
 
 
 @app.command()
+def replay(
+    folder: RunFolder,
+    cut: Annotated[str, typer.Option("--from", help="the cut to begin with, such as line-0-step-20")],
+) -> None:
+    """Train a run's recorded groups again from a cut, and hold the weights to every later cut, bit for bit."""
+    from contraflow.replay import replay as train_again
+
+    equal = train_again(folder, cut, clock=time.monotonic, tell=typer.echo)
+    typer.echo(f"{equal} {'cut' if equal == 1 else 'cuts'} reached bit for bit")
+
+
+@app.command()
 def sft(
     recipe: RecipeFile,
     folder: Annotated[Path, typer.Argument(help="where the model is written (a Hugging Face folder)")],

@@ -1,0 +1,65 @@
+"""The takes of a run as they were recorded, with their payloads: what a replay trains on.
+
+Takes the buffer's folder; gives takes in order and, by a `fetch` like the buffer's, their groups. Only reads.
+"""
+
+from contextlib import closing
+from pathlib import Path
+
+from contraflow.buffer.ledger import FILE, check_schema, connect, on_path, surviving, transaction
+from contraflow.buffer.salvage import shared_with
+from contraflow.buffer.segments import Place, read_group
+from contraflow.buffer.service import on_line
+from contraflow.errors import LedgerError, RunFolderError
+from contraflow.runtime.base import Host
+from contraflow.types import Chosen, Group, Take, Version
+
+
+class Recorded:
+    """The surviving history of a run. Invariant: `_places` holds a payload for every group of `_takes`."""
+
+    def __init__(self, folder: Path, *, line: int, first_step: int, max_age: int) -> None:
+        """Takes from `first_step` on, after a cut of `line`. Raises RunFolderError, LedgerError."""
+        self._folder = folder
+        self._takes: list[Take] = []
+        self._places: dict[tuple[int, int], tuple[Place, int]] = {}
+        path = folder / FILE
+        if not path.exists():
+            raise RunFolderError(f"{path} does not exist: no run has begun in this folder")
+        with closing(connect(path, f"{path.absolute().as_uri()}?mode=ro")) as db, transaction(db, path, "BEGIN"):
+            check_schema(db, path, create=False)
+            (self.line,) = db.execute("SELECT max(line) FROM lines").fetchone()
+            if shared_with(db, line, self.line) < first_step:
+                raise LedgerError(f"the cut of step {first_step} on line {line} is not of the surviving history")
+            rows = db.execute(
+                "SELECT step, group_id, attempt, payloads.line, segment, start, length, digest FROM events LEFT JOIN"
+                " payloads USING (group_id, attempt) WHERE kind = 'taken'"
+                f" AND {on_path(surviving(db, self.line)).replace('line =', 'events.line =')}"
+                " AND step >= ? ORDER BY step, id",
+                (first_step,),
+            )
+            steps: dict[int, list[Chosen]] = {}
+            for step, group, attempt, sampled, *where in rows:
+                if sampled is None:
+                    raise LedgerError(
+                        f"group {group} of step {step} cannot be trained again: its payload was let go; run with"
+                        " buffer.keep_payloads = 'all', or replay from a later cut"
+                    )
+                self._places[group, attempt] = (Place(*where), shared_with(db, sampled, self.line))
+                floor = Version(self.line, max(step - max_age, 0))
+                steps.setdefault(step, []).append(Chosen(group, attempt, floor))
+        self._takes = [Take(step=step, groups=tuple(chosen)) for step, chosen in steps.items()]
+
+    async def takes(self) -> list[Take]:
+        """In order."""
+        return self._takes
+
+    async def fetch(self, chosen: tuple[Chosen, ...]) -> list[Group]:
+        """Payloads of recorded groups, in that order. Raises PayloadError when one was damaged."""
+        found = [self._places[each.group, each.attempt] for each in chosen]
+        return [on_line(read_group(self._folder, place), self.line, shared) for place, shared in found]
+
+
+def make_recorded(host: Host, *, folder: str, line: int, first_step: int, max_age: int) -> Recorded:
+    """The recorded takes as a worker."""
+    return Recorded(Path(folder), line=line, first_step=first_step, max_age=max_age)
