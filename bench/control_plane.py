@@ -1,0 +1,161 @@
+"""What the buffer costs a group: events alone, payloads through memory, and payloads to disk beside `dd` on that disk.
+
+Takes sizes; gives one row a case, and bench/results/control_plane.json. The durable case runs the real worker with its
+group commit, eight puts at a time, and `dd conv=fdatasync` of as many bytes before and after it.
+"""
+
+import argparse
+import asyncio
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from bench.record import write
+from contraflow.buffer.service import Buffer
+from contraflow.config import Buffer as Section
+from contraflow.runtime.wire import decode, encode, nbytes
+from contraflow.types import Episode, Group, Span, StopReason, Task, Ticket, Version
+
+EPISODES, TOKENS, LAYERS, CHOICES = 8, 2048, 48, 8
+GROUPS_PER_STEP = 16
+
+
+def episodes(*, tokens: int, routes: bool) -> tuple[Episode, ...]:
+    """Two rewards, so that every group has signal; version and ticket are set per group."""
+    draw = np.random.default_rng(0)
+    return tuple(
+        Episode(
+            seed=i,
+            tokens=draw.integers(0, 150_000, tokens, dtype=np.int32),
+            trained=np.arange(tokens) >= 1,
+            logprobs=-draw.random(tokens, dtype=np.float32),
+            spans=(Span(Version(0, 0), 1, tokens),),
+            turns=(),
+            stop=StopReason.STOP,
+            reward=float(i % 2),
+            routes=draw.integers(0, 128, (tokens - 1, LAYERS, CHOICES), dtype=np.uint8) if routes else None,
+        )
+        for i in range(EPISODES if routes else 2)
+    )
+
+
+def group_of(ticket: Ticket, made: tuple[Episode, ...], n: int) -> Group:
+    span = Span(Version(ticket.line, n), 1, made[0].tokens.size)
+    kept = tuple(_with_span(episode, span) for episode in made)
+    return Group(ticket=ticket, task=Task(key=str(ticket.group), prompt="", reference=""), episodes=kept)
+
+
+def _with_span(episode: Episode, span: Span) -> Episode:
+    return msgspec.structs.replace(episode, spans=(span,))
+
+
+def events(folder: Path, groups: int) -> float:
+    """Seconds for `groups` from ticket to trained, rows only: the store and the ledger, as the worker drives them."""
+    section = Section(groups_per_step=GROUPS_PER_STEP, max_age=1)
+    buffer = Buffer(section, folder, None, time.monotonic, threaded=False)
+    made, store, ledger = episodes(tokens=2, routes=False), buffer._store, buffer._ledger
+    began = time.perf_counter()
+    for step in range(groups // GROUPS_PER_STEP):
+        for _ in range(GROUPS_PER_STEP):
+            ticket = store.pose()
+            assert ticket is not None
+            store.start(ticket.group, ticket.attempt, Version(0, step))
+            ledger.make_room()
+            store.put(group_of(ticket, made, step))
+        store.choose(step)
+        ledger.commit()
+        store.finish(step, Version(0, step + 1))
+        ledger.commit()
+        store.serve(Version(0, step + 1))
+    took = time.perf_counter() - began
+    asyncio.run(buffer.close())
+    return took
+
+
+async def durable(folder: Path, steps: int) -> tuple[float, int]:
+    """Seconds and bytes of payloads through the worker: put (synced), take, fetch, trained, cut."""
+    section = Section(groups_per_step=GROUPS_PER_STEP, max_age=1)
+    buffer = Buffer(section, folder, None, time.monotonic, threaded=True)
+    made, total, took = episodes(tokens=TOKENS, routes=True), 0, 0.0
+    for step in range(steps):
+        tickets = [await buffer.admit(1.0) for _ in range(GROUPS_PER_STEP)]
+        groups = [group_of(ticket, made, step) for ticket in tickets]
+        total += sum(nbytes(encode(group)) for group in groups)
+        began = time.perf_counter()
+        await asyncio.gather(*(buffer.put(group) for group in groups))
+        take = await buffer.take(step, 1.0)
+        await buffer.fetch(take.groups)
+        await buffer.trained(step, Version(0, step + 1))
+        took += time.perf_counter() - began
+        await buffer.served(Version(0, step + 1))
+    await buffer.close()
+    return took, total
+
+
+def memory(count: int) -> tuple[float, int]:
+    """Seconds and bytes of payloads through the wire format and back, as between processes."""
+    group = group_of(Ticket(group=0, attempt=1, line=0), episodes(tokens=TOKENS, routes=True), 0)
+    began, total = time.perf_counter(), 0
+    for _ in range(count):
+        frames = [bytes(frame) for frame in encode(group)]
+        decode(frames, Group)
+        total += nbytes(frames)
+    return time.perf_counter() - began, total
+
+
+def dd(folder: Path, total: int) -> float:
+    """Seconds of `dd conv=fdatasync` for about as many bytes."""
+    target, mib = folder / "dd", max(total >> 20, 1)
+    began = time.perf_counter()
+    subprocess.run(
+        ["dd", "if=/dev/zero", f"of={target}", "bs=1M", f"count={mib}", "conv=fdatasync", "status=none"], check=True
+    )
+    took = time.perf_counter() - began
+    target.unlink()
+    return took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--groups", type=int, nargs="+", default=[1_000, 10_000, 100_000])
+    parser.add_argument("--steps", type=int, default=6, help="of 16 groups with payload")
+    parser.add_argument("--place", type=Path, default=Path("."), help="a folder on the disk to measure")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for groups in options.groups:
+        with tempfile.TemporaryDirectory(dir=options.place) as folder:
+            took = events(Path(folder), groups)
+        rows.append({"case": f"events of {groups} groups", "groups_s": round(groups / took, 1)})
+    took, total = memory(32)
+    rows.append({"case": "payload through memory", "MB_s": round(total / took / 1e6, 1)})
+    with tempfile.TemporaryDirectory(dir=options.place) as name:
+        folder = Path(name)
+        before = dd(folder, 600 << 20)
+        took, total = asyncio.run(durable(folder / "run", options.steps))
+        after = dd(folder, 600 << 20)
+    peer = (600 << 20) / max(before, after)
+    fast = (600 << 20) / min(before, after)
+    speed = total / took
+    rows.append(
+        {
+            "case": "payload to disk",
+            "MB_s": round(speed / 1e6, 1),
+            "dd_MB_s": [round(peer / 1e6, 1), round(fast / 1e6, 1)],
+            "of_dd": [round(speed / fast, 2), round(speed / peer, 2)],
+            "group_MB": round(total / options.steps / GROUPS_PER_STEP / 1e6, 2),
+        }
+    )
+    for row in rows:
+        print(row)
+    write(
+        "control_plane", rows, payload=f"{EPISODES} episodes of {TOKENS} tokens, routes of {LAYERS} layers x {CHOICES}"
+    )
+
+
+if __name__ == "__main__":
+    main()
