@@ -88,6 +88,16 @@ def test_a_lost_group_is_posed_again_before_fresh_ones_as_the_next_attempt(make_
     assert pose(store, 3) == [Ticket(group=g, attempt=a, line=3) for g, a in ((0, 2), (1, 2), (2, 1))]
 
 
+def test_a_group_given_up_for_good_is_dropped_with_its_reason_and_its_ticket_comes_home() -> None:
+    store = new_store()
+    (ticket,) = pose(store)
+    store.drop(ticket.group, ticket.attempt, "overdue")
+    store.drop(ticket.group, ticket.attempt, "overdue")
+    counts = store.counts()
+    assert (counts.dropped, counts.refused, counts.tickets_busy) == ({"overdue": 1}, {"late": 1}, 0)
+    assert pose(store)[0].group == ticket.group + 1
+
+
 @pytest.mark.parametrize("report", ["twice", "older attempt", "unknown", "after lost"])
 def test_a_late_report_is_refused_and_counted_and_nothing_else(make_group: MakeGroup, report: str) -> None:
     store = new_store()
