@@ -22,6 +22,7 @@ LANES = 4  # parts read or written at once
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between attempts, doubling
 STORE_RETRY_S = 10.0  # how long one call to S3 may try again by itself, before ours counts it as failed
 NAME = re.compile(r"line-(\d+)-step-(\d+)")
+EARLIER = "earlier cuts are untouched; free some space or mend the store, and resume"
 T = TypeVar("T")
 S = TypeVar("S")
 

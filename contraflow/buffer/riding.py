@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from contraflow.buffer.ledger import FILE, connect, transaction
-from contraflow.cuts import CutId, CutManifest, CutSpace, Part
-from contraflow.errors import CheckpointError, LedgerError, RunFolderError
+from contraflow.cuts import EARLIER, CutId, CutManifest, CutSpace, Part
+from contraflow.errors import BlobError, CheckpointError, LedgerError, RunFolderError
 
 RIDERS = "buffer"  # the folder of their parts in a cut
 
@@ -33,8 +33,11 @@ def riders(folder: Path) -> Iterator[Rider]:
 
 
 def ride(folder: Path, space: CutSpace, cut: CutId) -> list[Part]:
-    """Write all of it as parts of `cut`, one file in memory at a time. Raises BlobError, LedgerError."""
-    return [space.put(cut, f"{RIDERS}/{rider.name}", rider.read()) for rider in riders(folder)]
+    """Write all of it as parts of `cut`, one file in memory at a time. Raises CheckpointError, LedgerError."""
+    try:
+        return [space.put(cut, f"{RIDERS}/{rider.name}", rider.read()) for rider in riders(folder)]
+    except BlobError as fault:
+        raise CheckpointError(f"cut {cut.name} in {space.url} could not be written: {fault}; {EARLIER}") from fault
 
 
 def alight(space: CutSpace, manifest: CutManifest, folder: Path) -> None:

@@ -143,7 +143,7 @@ class Buffer:
         """Add the record, up to now, to a cut being written at `url`; its parts, and where it stands.
 
         `threaded`: groups go on meanwhile; without, a run repeats from its seed.
-        Raises BlobError when the store does not take a part within `deadline_s`.
+        Raises CheckpointError when the store does not take a part within `deadline_s`.
         """
         self._ledger.commit()
         stands = position(self._folder)

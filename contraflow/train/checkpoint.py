@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from contraflow.cuts import NAME, CutId, CutManifest, CutSpace, Part, cut_name
+from contraflow.cuts import EARLIER, NAME, CutId, CutManifest, CutSpace, Part, cut_name
 from contraflow.errors import BlobError, CheckpointError, ModelError
 from contraflow.model.families import ModelConfig
 from contraflow.model.folder import COMPANIONS, write_folder
@@ -148,9 +148,6 @@ def split(reference: str) -> tuple[str, str]:
     """`URL/line-L-step-N` as the space and the name in it; the name is empty when the reference ends in none."""
     url, _, last = reference.rstrip("/").rpartition("/")
     return (url or ".", last) if NAME.fullmatch(last) else (reference, "")
-
-
-EARLIER = "earlier cuts are untouched; free some space or mend the store, and resume"
 
 
 def _unwritten(space: CutSpace, here: CutId, fault: BlobError) -> CheckpointError:
