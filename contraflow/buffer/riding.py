@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from contraflow.buffer.ledger import FILE, connect, transaction
+from contraflow.buffer.segments import FOLDER as SEGMENTS
 from contraflow.cuts import EARLIER, CutId, CutManifest, CutSpace, Part
 from contraflow.errors import BlobError, CheckpointError, LedgerError, RunFolderError
 
@@ -27,15 +28,21 @@ class Rider(NamedTuple):
 def riders(folder: Path) -> Iterator[Rider]:
     """The ledger, as of its last commit, and files of payloads as far as they are written."""
     yield Rider(FILE, lambda: ledger_copy(folder / FILE))
-    for segment in sorted((folder / "segments").glob("*")):
-        if segment.is_file():
-            yield Rider(f"segments/{segment.name}", segment.read_bytes)
+    for segment in sorted(path for path in (folder / SEGMENTS).glob("*") if path.is_file()):
+        yield Rider(f"{SEGMENTS}/{segment.name}", segment.read_bytes)
 
 
 def ride(folder: Path, space: CutSpace, cut: CutId) -> list[Part]:
     """Write all of it as parts of `cut`, one file in memory at a time. Raises CheckpointError, LedgerError."""
+    parts = []
     try:
-        return [space.put(cut, f"{RIDERS}/{rider.name}", rider.read()) for rider in riders(folder)]
+        for rider in riders(folder):
+            try:
+                data = rider.read()
+            except FileNotFoundError:  # all of its groups were settled meanwhile, and the file went
+                continue
+            parts.append(space.put(cut, f"{RIDERS}/{rider.name}", data))
+        return parts
     except BlobError as fault:
         raise CheckpointError(f"cut {cut.name} in {space.url} could not be written: {fault}; {EARLIER}") from fault
 
