@@ -10,6 +10,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -38,10 +39,12 @@ class Segments:
     """Writer of one line. Invariant: a file is written by one line and one process only, from its end, and bytes below
     `_end` are synced: rows may name them."""
 
-    def __init__(self, folder: Path, *, line: int, segment_bytes: int) -> None:
+    def __init__(self, folder: Path, *, line: int, segment_bytes: int, threaded: bool = False) -> None:
+        """`threaded`: digests are computed by a thread while the same bytes are written."""
         self._folder = folder / FOLDER
         self._line = line
         self._segment_bytes = segment_bytes
+        self._digests = ThreadPoolExecutor(1, thread_name_prefix="digest") if threaded else None
         self._count = 0
         self._file = -1
         self._end = 0
@@ -50,7 +53,8 @@ class Segments:
     def write(self, groups: Sequence[Group]) -> list[Place]:
         """Append groups with one sync for all; their places, durable. Raises LedgerError (full disk); then none is."""
         records = [_record(group) for group in groups]
-        places, end = [], 0
+        digests = map(_digest, records) if self._digests is None else self._digests.map(_digest, records)
+        places, end = list[tuple[int, int]](), 0
         try:
             if self._file < 0 or self._end >= self._segment_bytes:
                 self._begin()
@@ -58,7 +62,7 @@ class Segments:
             for record in records:
                 length = sum(len(frame) for frame in record)
                 _write_at(self._file, record, end)
-                places.append(Place(self.name, end, length, _digest(record)))
+                places.append((end, length))
                 end += length
             os.fdatasync(self._file)
         except OSError as fault:
@@ -67,9 +71,14 @@ class Segments:
                 " repair the disk, then resume the run"
             ) from fault
         self._end = end
-        return places
+        return [Place(self.name, *place, digest) for place, digest in zip(places, digests, strict=True)]
 
     def close(self) -> None:
+        self._close_file()
+        if self._digests is not None:
+            self._digests.shutdown()
+
+    def _close_file(self) -> None:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -87,7 +96,7 @@ class Segments:
         except OSError:
             os.close(file)
             raise
-        self.close()
+        self._close_file()
         self._file, self.name, self._end = file, name, len(header)
         self._count += 1
 

@@ -55,7 +55,7 @@ class Buffer:
         kept = [*opening.ready, *(each for take in opening.due for each in take)]
         self._retention = Retention(opening.segments, kept)
         self._keeps_all = section.keep_payloads == "all"
-        self._segments = Segments(folder, line=opening.line, segment_bytes=SEGMENT_BYTES)
+        self._segments = Segments(folder, line=opening.line, segment_bytes=SEGMENT_BYTES, threaded=threaded)
         self._store = Store(section, opening, accounts(folder), self._record)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="segments") if threaded else None
         self._arrived: list[tuple[Group, asyncio.Future[None]]] = []

@@ -57,7 +57,7 @@ def same(a: Group, b: Group) -> None:
 )
 def test_a_group_comes_back_bit_for_bit(tmp_path: Path, episodes: int, tokens: int, layers: int, kind: type) -> None:
     groups = [random_group(i, episodes=episodes, tokens=tokens, layers=layers, kind=kind) for i in range(3)]
-    segments = Segments(tmp_path, line=0, segment_bytes=1 << 20)
+    segments = Segments(tmp_path, line=0, segment_bytes=1 << 20, threaded=tokens > 1)
     places = segments.write(groups[:2]) + segments.write(groups[2:])
     segments.close()
     for place, group in reversed(list(zip(places, groups, strict=True))):
