@@ -50,7 +50,7 @@ async def _run(recipe: Recipe, folder: Path, *, resume: bool, clock: Clock, view
             return await life.live(resume=resume)
         except (WorkerDied, DeadlineExceeded) as failure:
             left = (recipe.run.restarts if life.saved else left) - 1
-            if left < 0 or not life.began or not mendable(failure):
+            if left < 0 or not (life.began or resume) or not mendable(failure):
                 raise
             life.because, resume = str(failure), True
 

@@ -23,7 +23,11 @@ SETTINGS = ("--set", "run.restarts=1000000")
 
 @dataclass
 class Chaos:
-    """One run under fire. `recovered` has seconds by role, from a kill to the next trained step."""
+    """One run under fire.
+
+    `recovered` has seconds by role: of a rollout worker, until another has started in its place; of the others, until
+    the run, started again, has trained its next step.
+    """
 
     recipe: Path
     folder: Path
@@ -31,12 +35,13 @@ class Chaos:
     recovered: dict[str, list[float]] = field(default_factory=lambda: {role: [] for role in ROLES})
     kills: int = 0
     resumes: int = 0
+    born: float = 0.0  # when the process of the run was started last
 
     def run(self, kills: int) -> None:
         """Kill so many times, then let the run end by Ctrl-C, as a person would."""
         running = Running(self.recipe, self.folder, *SETTINGS)
         try:
-            self._until_step(running, 0.0)
+            self._until(running, 0.0, "step")
             while self.kills < kills:
                 running = self._strike(running)
             running.process.send_signal(signal.SIGINT)
@@ -51,21 +56,28 @@ class Chaos:
         """One blow, after a random while, and the way back; now and then two blows before anything came back."""
         time.sleep(self.draws.random() * 1.5)
         role, began = self.draws.choice(ROLES), time.monotonic()
-        running = self._kill(running, role)
+        running, role = self._kill(running, role)
         if self.draws.random() < 0.2:
             time.sleep(self.draws.random() * 3.0)
             began = time.monotonic()
-            running = self._kill(running, role := self.draws.choice(ROLES))
-        self.recovered[role].append(self._until_step(running, began) - began)
+            running, role = self._kill(running, self.draws.choice(ROLES))
+        if role == "rollout":
+            back = self._until(running, began, "replaced", "restart")
+        elif role in ("trainer", "buffer"):
+            back = self._until(running, self._until(running, began, "restart"), "step")
+        else:
+            back = self._until(running, self.born, "step")
+        self.recovered[role].append(back - began)
         return running
 
-    def _kill(self, running: Running, role: str) -> Running:
+    def _kill(self, running: Running, role: str) -> tuple[Running, str]:
+        """The run that goes on, and whom the blow struck."""
         self.kills += 1
         if role in ("rollout", "trainer", "buffer"):
             names = {"rollout": f"rollout-{self.draws.randrange(2)}", "trainer": "trainer-0", "buffer": "buffer"}
             try:
                 os.kill(running.worker(names[role]), signal.SIGKILL)
-                return running
+                return running, role
             except (AssertionError, ProcessLookupError):  # it is dead already: whoever is there is struck instead
                 role = "loop"
         if role == "all":
@@ -74,19 +86,20 @@ class Chaos:
             running.process.kill()
         running.process.communicate()
         self.resumes += 1
-        return Running(self.recipe, self.folder, "--resume", *SETTINGS)
+        self.born = time.monotonic()
+        return Running(self.recipe, self.folder, "--resume", *SETTINGS), role
 
-    def _until_step(self, running: Running, since: float) -> float:
-        """When the first step after a moment was trained."""
+    def _until(self, running: Running, since: float, *kinds: str) -> float:
+        """When the first record of these kinds after a moment was written."""
         journal, deadline = self.folder / "metrics.jsonl", time.monotonic() + HUNG_S
         while time.monotonic() < deadline:
             if running.process.poll() is not None:
                 raise AssertionError(f"the run ended by itself after {self.kills} kills: {running.end(5)}")
-            steps = [r["at"] for r in read_journal(journal) if r["kind"] == "step"] if journal.is_file() else []
-            if after := [at for at in steps if at > since]:
+            found = [r["at"] for r in read_journal(journal) if r["kind"] in kinds] if journal.is_file() else []
+            if after := [at for at in found if at > since]:
                 return float(after[0])
             time.sleep(0.05)
-        raise AssertionError(f"hung: no step for {HUNG_S} s after {self.kills} kills")
+        raise AssertionError(f"hung: no {kinds} for {HUNG_S} s after {self.kills} kills")
 
 
 def check_ledger(folder: Path, groups_per_step: int) -> int:
