@@ -132,6 +132,8 @@ def open_blobs(url: str, *, retry_s: float = 30.0) -> Blobs:
     >>> open_blobs("s3://my-bucket/runs/7").put("note", b"hello", create=True)
     """
     scheme, found, rest = url.partition("://")
+    if not found and url.startswith("s3:"):
+        raise ConfigError(f"blob url {url!r} lacks a slash; write s3://bucket/prefix")
     if not found:
         return Blobs(_folder(url), url)
     if scheme != "s3":

@@ -25,7 +25,6 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure parts of the system on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
-RecipeFile = Annotated[Path, typer.Argument(help="a recipe (TOML), such as recipes/tiny_moe_sft.toml")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="section.key=value; may be given many times", show_default=False)
 ]
@@ -38,9 +37,9 @@ def run(
         Path | None,
         typer.Argument(help="a recipe (TOML), such as recipes/tiny_cpu.toml; with --resume, by default the run's own"),
     ] = None,
-    folder: Annotated[Path | None, typer.Option(help="where the run lives [default: runs/RECIPE-DATE]")] = None,
+    folder: Annotated[Path | None, typer.Option(help="where the run lives; runs/RECIPE-DATE if not given")] = None,
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint in --folder")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="go on from the newest cut in --folder")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="lines instead of the live view")] = False,
 ) -> None:
     """Train a model by RL as the recipe says. Ctrl-C ends it cleanly (exit code 130); --resume goes on."""
@@ -52,6 +51,8 @@ def run(
     if recipe is None and not (resume and folder):
         raise ConfigError("which recipe? Give one, such as recipes/tiny_cpu.toml")
     source = recipe or Path(str(folder)) / "recipe.toml"
+    if recipe is None and not source.is_file():
+        raise RunFolderError(f"{folder} holds no recipe.toml: it is not the folder of a run")
     place = folder or Path("runs") / f"{source.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     settings = load_recipe(source, overrides or [])
 
@@ -145,7 +146,9 @@ def replay(
 
 @app.command()
 def sft(
-    recipe: RecipeFile,
+    recipe: Annotated[
+        Path, typer.Argument(help="a recipe (TOML), such as recipes/tiny_moe_sft.toml", show_default=False)
+    ],
     folder: Annotated[Path, typer.Argument(help="where the model is written (a Hugging Face folder)")],
     overrides: Overrides = None,
 ) -> None:
@@ -215,11 +218,11 @@ def bench_dispatch(
 
 @app.command("plan-engine")
 def plan_engine(
-    recipe: RecipeFile,
+    recipe: Annotated[Path, typer.Argument(help="a recipe (TOML), such as recipes/tiny_vllm.toml", show_default=False)],
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="for programs: argv and environment of each node")] = False,
 ) -> None:
-    """Print the command lines that start a served engine over GPUs and nodes, as [engine.launch] spreads it."""
+    """Print the command lines that start a served engine over GPUs and nodes, as engine.launch spreads it."""
     from contraflow.config import load_recipe
     from contraflow.model.builtin import model_folder
     from contraflow.model.folder import read_config

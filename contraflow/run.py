@@ -6,7 +6,7 @@ death from the loop, and from here one of every process's seconds a tick. Does n
 
 import asyncio
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,9 @@ async def _run(recipe: Recipe, folder: Path, *, resume: bool, clock: Clock, view
         try:
             return await life.live(resume=resume)
         except (WorkerDied, DeadlineExceeded) as failure:
+            if life.stopping:
+                failure.add_note(f"the run had been told to stop; contraflow resume {folder} goes on from its last cut")
+                raise
             left = (recipe.run.restarts if life.saved else left) - 1
             if left < 0 or not (life.began or resume) or not mendable(failure):
                 raise
@@ -64,11 +67,12 @@ class _Life:
     """A run from one start of its parts to their end.
 
     `began`: the parts answered once, so they can. `saved`: the last life got as far as a cut of its own.
+    `stopping`: it was told to stop. A SIGTERM to a whole group takes workers with it, and nobody wants those again.
     """
 
     def __init__(self, recipe: Recipe, folder: Path, *, clock: Clock, view: View) -> None:
         self._recipe, self._folder, self._clock, self._view = recipe, folder, clock, view
-        self.began = self.saved = False
+        self.began = self.saved = self.stopping = False
         self.because = ""  # why it had to start again
 
     async def live(self, *, resume: bool) -> Outcome:
@@ -85,7 +89,7 @@ class _Life:
             watcher = Watcher(loop, journal, clock)
             running = asyncio.ensure_future(loop.run())
             try:
-                with _interrupts(loop):
+                with _interrupts(lambda: self._stop(loop)):
                     while not (await asyncio.wait({running}, timeout=TICK_S))[0]:
                         view.show(await watcher.look())
                 outcome = running.result()
@@ -100,6 +104,10 @@ class _Life:
                 await asyncio.wait({running})
                 self.saved = bool(loop.saver.newest)
                 journal.close()
+
+    def _stop(self, loop: Loop) -> None:
+        self.stopping = True
+        loop.stop()
 
 
 class Watcher:
@@ -218,7 +226,7 @@ def _states(counts: Counts) -> dict[str, int]:
 
 
 @contextmanager
-def _interrupts(loop: Loop) -> Iterator[None]:
+def _interrupts(stop: Callable[[], None]) -> Iterator[None]:
     """The first Ctrl-C, SIGTERM or SIGHUP ends the run after the step it is in; a second one acts as ever."""
     events = asyncio.get_running_loop()
 
@@ -228,7 +236,7 @@ def _interrupts(loop: Loop) -> Iterator[None]:
 
     def first() -> None:
         release()
-        loop.stop()
+        stop()
 
     for number in STOPS:
         events.add_signal_handler(number, first)

@@ -31,6 +31,7 @@ def test_an_s3_url_opens_without_a_network(url: str) -> None:
         ("", "is empty"),
         ("s3://", "names no bucket"),
         ("s3:///prefix", "names no bucket"),
+        ("s3:/bucket", "lacks a slash"),
         ("gs://b/p", "'gs' is not known"),
     ],
 )

@@ -151,8 +151,11 @@ def test_a_recipe_that_makes_a_model_is_checked_by_the_same_rules(tmp_path: Path
     assert (recipe.sft.updates, recipe.sft.seed, recipe.look and recipe.look.name) == (5, 3, "calculator")
     with pytest.raises(ConfigError, match=r"'sft.update'; did you mean 'updates'"):
         load_sft_recipe(path, ["sft.update=3"])
-    with pytest.raises(ConfigError, match="unknown key 'sft'"):
+    with pytest.raises(ConfigError, match=r"(?s)unknown key 'sft'.*contraflow sft RECIPE"):
         load_recipe(path)
+    path.write_text("[run]\nsteps = 5\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"(?s)unknown key 'run'.*contraflow run"):
+        load_sft_recipe(path)
 
 
 @pytest.mark.parametrize("url", ["http://me:sesame@x:1", "http://x:1/?key=sesame", "http://x:1#sesame"])

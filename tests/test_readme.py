@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
+import click
 import pytest
+import typer
 from pydantic import BaseModel
 
 from contraflow.cli import app
@@ -102,6 +104,19 @@ def test_help_does_not_import_torch() -> None:
         "assert r.exit_code == 0; assert 'torch' not in sys.modules and 'pydantic' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def helps(command: click.Command) -> Iterator[str]:
+    """Every help text of a command and those below it."""
+    yield command.help or ""
+    for parameter in command.params:
+        yield str(getattr(parameter, "help", None) or "")
+    for inner in getattr(command, "commands", {}).values():
+        yield from helps(inner)
+
+
+def test_no_help_text_holds_a_bracket_that_would_be_taken_for_markup_and_vanish() -> None:
+    assert [text for text in helps(typer.main.get_command(app)) if "[" in text] == []
 
 
 def choices_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -59,7 +59,17 @@ def _check(kind: type[R], tree: Mapping[str, Any]) -> R:
     except TypeError as fault:
         raise ConfigError(f"a recipe holds numbers, strings, booleans, lists and tables only: {fault}") from None
     except ValidationError as fault:
-        raise ConfigError("\n".join(_explain(kind, error) for error in fault.errors())) from None
+        raise ConfigError("\n".join([_explain(kind, error) for error in fault.errors()] + _meant(kind, tree))) from None
+
+
+def _meant(kind: type[BaseModel], tree: Mapping[str, Any]) -> list[str]:
+    if kind is Recipe and "sft" in tree:
+        return [
+            "[sft] is of a recipe that makes a model: contraflow sft RECIPE FOLDER; RL recipes hold no such section"
+        ]
+    if kind is SftRecipe and "run" in tree:
+        return ["[run] is of a recipe for contraflow run; recipes/tiny_moe_sft.toml is one to make a model by"]
+    return []
 
 
 def recipe_toml(recipe: Recipe) -> str:

@@ -77,6 +77,16 @@ def test_a_run_that_gets_no_further_ends_after_its_restarts(start: Start) -> Non
     assert len([r for r in read_journal(running.folder / "metrics.jsonl") if r["kind"] == "restart"]) == 2
 
 
+def test_a_sigterm_to_the_whole_group_ends_the_run_and_starts_nothing_again(start: Start) -> None:
+    running = start(steps=100000)
+    running.until_step(8)
+    os.killpg(running.process.pid, signal.SIGTERM)
+    said = running.end(60)
+    assert running.process.returncode in (1, 130), said
+    assert "contraflow resume" in said
+    assert running.lines() == 0
+
+
 def test_only_a_death_or_a_call_without_answer_is_worth_a_new_start() -> None:
     assert mendable(WorkerDied("trainer-0", "SIGKILL"))
     assert mendable(DeadlineExceeded("loop", "trainer-0.step", 120.0))
