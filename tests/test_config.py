@@ -78,7 +78,8 @@ def test_overrides_reach_into_sections(tmp_path: Path) -> None:
         ),
         ({"train": {"betas": [0.9]}}, "train.betas"),
         ({"rollout": {"episodes": 0}}, "rollout.episodes = 0"),
-        ({"rollout": {"episodes": 1}}, "rollout.episodes = 1 with buffer.no_signal = 'drop': one episode has none"),
+        ({"rollout": {"episodes": 1}}, "rollout.episodes = 1: one episode has none of its task"),
+        ({"rollout": {"episodes": 1}, "buffer": {"no_signal": "keep"}}, "every advantage would be 0"),
         (
             {"engine": {"parallel": {"pp": 2}}},
             "engine.parallel has cp = 1 and pp = 2: an engine is spread over",

@@ -238,9 +238,9 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _signal_needs_company(self) -> Self:
-        if self.rollout.episodes == 1 and self.buffer.no_signal == "drop":
+        if self.rollout.episodes == 1:
             raise ValueError(
-                "rollout.episodes = 1 with buffer.no_signal = 'drop': one episode has none to be compared with, so"
-                " every group would be dropped; ask for at least 2 episodes"
+                "rollout.episodes = 1: one episode has none of its task to be compared with, so every advantage would"
+                " be 0 and nothing learned; ask for at least 2"
             )
         return self
