@@ -2,12 +2,9 @@
 
 import hashlib
 import itertools
-import multiprocessing as mp
-import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,9 @@ from hypothesis import strategies as st
 from contraflow.blobs import Blobs, open_blobs
 from contraflow.cuts import CutId, CutSpace, Patience, cut_name, place
 from contraflow.errors import BlobError, BlobExists, BlobMissing, CheckpointError, CutTaken, CutTorn
-from tests.cut_writer import attempt, keys, names_whole, space_in
+from tests import racing
+from tests.cut_writer import attempt, names_whole, space_in
+from tests.racing import Try
 
 
 def test_a_cut_is_seen_when_it_is_committed_and_not_before(tmp_path: Path) -> None:
@@ -174,41 +173,24 @@ def test_patience_ends_at_its_deadline_with_the_reason_or_when_it_is_time_to_lea
         assert next(tries) == 1
 
 
-def _race(aws: dict[str, str], url: str, writer: str, names: list[str], go: Connection, answer: Connection) -> None:
-    os.environ.update(aws)
-    space, won = space_in(url), []
-    answer.send("ready")
-    go.recv()
-    for name in names:
+def _entered(url: str, writer: str) -> Try:
+    space = space_in(url)
+
+    def attempt(name: str) -> bool:
         here = CutId(name, writer)
         parts = [space.put(here, part, f"{writer} {name} {part}".encode()) for part in "ab"]
         try:
             space.commit(here, parts, {"writer": writer})
-            won.append(name)
         except CutTaken:
-            continue
-    answer.send(won)
+            return False
+        return True
+
+    return attempt
 
 
 def race(url: str, count: int) -> None:
     """Three processes write the same cuts. Each cut is one writer's, whole, and the others say that they lost."""
-    context, names = mp.get_context("forkserver"), [cut_name(0, step) for step in range(count)]
-    racers = []
-    for writer in ("x", "y", "z"):
-        go_here, go_there = context.Pipe()
-        answer_here, answer_there = context.Pipe()
-        process = context.Process(target=_race, args=(keys(), url, writer, names, go_there, answer_there))
-        process.start()
-        racers.append((writer, process, go_here, answer_here))
-    for _, _, _, answer in racers:
-        assert answer.poll(60)
-        assert answer.recv() == "ready"
-    for _, _, go, _ in racers:
-        go.send("go")
-    won = {writer: answer.recv() for writer, _, _, answer in racers if answer.poll(60)}
-    for _, process, _, _ in racers:
-        process.join(30)
-    assert sorted(name for mine in won.values() for name in mine) == sorted(names)
+    won = racing.race(_entered, url, [cut_name(0, step) for step in range(count)], wait_s=60)
     space = space_in(url)
     for writer, mine in won.items():
         for name in mine:

@@ -307,23 +307,29 @@ def test_a_version_is_proven_in_the_engines_precision_whatever_the_trainers(
     assert (outcome.steps, len(steps_of(tmp_path))) == (2, 2)
 
 
+def refreshes_of(model: Path, folder: Path, dtype: str, steps: int) -> list[dict[str, Any]]:
+    """Refreshes of a run whose weights travel in `dtype` and as deltas; each was proven and served."""
+    recipe = recipe_of(
+        model,
+        engine={"kind": "native", "compute": "bfloat16", "context_tokens": 32, "kv_tokens": 512, "max_sequences": 16},
+        train={"learning_rate": 1e-6, "warmup_updates": 1},
+        run={"steps": steps, "eval_every": 2, "eval_tasks": 2},
+        buffer={"groups_per_step": 2},
+        weights={"carrier": "blob", "dtype": dtype, "full_every": 3, "probe_tolerance": 1e-6},
+    )
+    assert run(recipe, folder).steps == steps
+    seen = [record for record in read_journal(folder / "metrics.jsonl") if record["kind"] == "refresh"]
+    assert all(record["served"] for record in seen)
+    return seen
+
+
 def test_weights_that_travel_in_bf16_and_as_deltas_are_proven_and_move_few_bytes(
     tiny_moe: Path, tmp_path: Path
 ) -> None:
-    recipe = recipe_of(
-        tiny_moe,
-        engine={"kind": "native", "compute": "bfloat16", "context_tokens": 32, "kv_tokens": 512, "max_sequences": 16},
-        train={"learning_rate": 1e-6, "warmup_updates": 1},
-        run={"steps": 4, "eval_every": 2, "eval_tasks": 2},
-        buffer={"groups_per_step": 2},
-        weights={"carrier": "blob", "dtype": "bfloat16", "full_every": 3, "probe_tolerance": 1e-6},
-    )
-    assert run(recipe, tmp_path).steps == 4
-    seen = [record for record in read_journal(tmp_path / "metrics.jsonl") if record["kind"] == "refresh"]
+    seen = refreshes_of(tiny_moe, tmp_path, "bfloat16", 4)
     ways = [record["via"] for record in seen]
     assert ways == ["whole", "1 delta upon 0.0", "1 delta upon 0.1", "whole", "1 delta upon 0.3"]
     for record in seen:
-        assert record["served"]
         if record["via"] != "whole":
             assert record["moved"] < record["bytes"] / 2
 
@@ -331,19 +337,9 @@ def test_weights_that_travel_in_bf16_and_as_deltas_are_proven_and_move_few_bytes
 def test_experts_that_travel_in_float8_are_proven_as_the_engine_holds_them_and_told_apart(
     tiny_moe: Path, tmp_path: Path
 ) -> None:
-    recipe = recipe_of(
-        tiny_moe,
-        engine={"kind": "native", "compute": "bfloat16", "context_tokens": 32, "kv_tokens": 512, "max_sequences": 16},
-        train={"learning_rate": 1e-6, "warmup_updates": 1},
-        run={"steps": 2, "eval_every": 2, "eval_tasks": 2},
-        buffer={"groups_per_step": 2},
-        weights={"carrier": "blob", "dtype": "float8", "full_every": 3, "probe_tolerance": 1e-6},
-    )
-    assert run(recipe, tmp_path).steps == 2
-    seen = [record for record in read_journal(tmp_path / "metrics.jsonl") if record["kind"] == "refresh"]
+    seen = refreshes_of(tiny_moe, tmp_path, "float8", 2)
     assert [record["via"] for record in seen] == ["whole", "1 delta upon 0.0", "1 delta upon 0.1"]
     for record in seen:
-        assert record["served"]
         assert record["differs"] == "experts' weights are rounded to float8 in the engine, and not in the trainer"
 
 

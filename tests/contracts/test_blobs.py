@@ -1,8 +1,5 @@
 """What every blob space promises, whatever holds the bytes: a folder, and a real S3 where there is one."""
 
-import multiprocessing as mp
-import os
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +9,7 @@ from hypothesis import strategies as st
 
 from contraflow.blobs import Blobs, open_blobs
 from contraflow.errors import BlobError, BlobExists, BlobMissing
-from tests.cut_writer import keys as aws_keys
+from tests.racing import Try, race
 
 
 @pytest.fixture(params=["folder", pytest.param("s3", marks=pytest.mark.s3)])
@@ -129,39 +126,20 @@ def test_a_key_cannot_leave_its_space(blobs: Blobs, key: str, tmp_path: Path) ->
     assert not (tmp_path / "out").exists()
 
 
-def _race(aws: dict[str, str], url: str, name: str, keys: list[str], go: Connection, answer: Connection) -> None:
-    os.environ.update(aws)
+def _entered(url: str, name: str) -> Try:
     blobs = open_blobs(url)
-    answer.send("ready")
-    go.recv()
-    won = []
-    for key in keys:
+
+    def attempt(key: str) -> bool:
         try:
             blobs.put(key, name.encode() * 1000, create=True)
-            won.append(key)
         except BlobExists:
-            continue
-    answer.send(won)
+            return False
+        return True
+
+    return attempt
 
 
 def test_of_racing_creators_of_one_key_exactly_one_wins(blobs: Blobs, url: str) -> None:
-    context = mp.get_context("forkserver")
-    keys = [f"lease/{i}" for i in range(50)]
-    racers = []
-    for name in ("x", "y", "z"):
-        go_here, go_there = context.Pipe()
-        answer_here, answer_there = context.Pipe()
-        process = context.Process(target=_race, args=(aws_keys(), url, name, keys, go_there, answer_there))
-        process.start()
-        racers.append((name, process, go_here, answer_here))
-    for _, _, _, answer in racers:
-        assert answer.poll(30)
-        assert answer.recv() == "ready"
-    for _, _, go, _ in racers:
-        go.send("go")
-    won = {name: answer.recv() for name, _, _, answer in racers if answer.poll(30)}
-    for _, process, _, _ in racers:
-        process.join(30)
-    assert sorted(key for keys in won.values() for key in keys) == sorted(keys)
+    won = race(_entered, url, [f"lease/{i}" for i in range(50)], wait_s=30)
     for name, mine in won.items():
         assert all(blobs.get(key) == name.encode() * 1000 for key in mine)

@@ -1,5 +1,6 @@
 """A request's pieces add up to one completion, whatever versions and servers they came from."""
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -8,25 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contraflow.errors import ServerError
-from contraflow.model.families import ModelConfig
 from contraflow.rollout.dialect import Chunk
 from contraflow.rollout.flight import Flight, Received
 from contraflow.types import Request, StopReason, Version
+from tests.rollout.served_lab import CONFIG
 
 VOCAB, CONTEXT, STOP = 50, 40, 7
-MODEL = ModelConfig(
-    family="qwen3_moe",
-    vocab=VOCAB,
-    dim=16,
-    layers=2,
-    heads=2,
-    kv_heads=1,
-    head_dim=8,
-    experts=4,
-    top_k=2,
-    expert_ffn=16,
-    renormalise=True,
-)
+MODEL = replace(CONFIG, vocab=VOCAB)
 
 
 def flight(new: int = 20, policy: Literal["keep", "recompute"] = "keep", **rest: Any) -> Flight:
