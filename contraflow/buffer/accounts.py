@@ -8,8 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from contraflow.buffer.ledger import FILE, check_schema, connect, on_path, surviving, transaction
-from contraflow.errors import RunFolderError
+from contraflow.buffer.ledger import on_path, reading, surviving
 
 
 class Accounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,16 +45,8 @@ def accounts(folder: Path) -> Accounts:
 
     Raises RunFolderError when there is no ledger, LedgerError when it cannot be read.
     """
-    path = folder / FILE
-    if not path.exists():
-        raise RunFolderError(f"{path} does not exist: no run has begun in this folder")
-    db = connect(path, f"{path.absolute().as_uri()}?mode=ro")
-    try:
-        with transaction(db, path, "BEGIN"):
-            check_schema(db, path, create=False)
-            return tally(db)
-    finally:
-        db.close()
+    with reading(folder) as db:
+        return tally(db)
 
 
 def tally(db: sqlite3.Connection) -> Accounts:

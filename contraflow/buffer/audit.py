@@ -9,24 +9,15 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from contraflow.buffer.ledger import FILE, check_schema, connect, on_path, surviving, transaction
-from contraflow.errors import RunFolderError
+from contraflow.buffer.ledger import on_path, reading, surviving
 
 SHOWN = 10  # groups named in a sentence
 
 
 def audit(folder: Path) -> list[str]:
     """What is wrong. Raises RunFolderError when there is no ledger, LedgerError when it cannot be read."""
-    path = folder / FILE
-    if not path.exists():
-        raise RunFolderError(f"{path} does not exist: no run has begun in this folder")
-    db = connect(path, f"{path.absolute().as_uri()}?mode=ro")
-    try:
-        with transaction(db, path, "BEGIN"):
-            check_schema(db, path, create=False)
-            return list(_findings(db))
-    finally:
-        db.close()
+    with reading(folder) as db:
+        return list(_findings(db))
 
 
 def _findings(db: sqlite3.Connection) -> Iterator[str]:

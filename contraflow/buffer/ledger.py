@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from contraflow.buffer.segments import Place
-from contraflow.errors import LedgerError
+from contraflow.errors import LedgerError, RunFolderError
 from contraflow.types import Version
 
 FILE = "ledger.sqlite"
@@ -122,6 +122,24 @@ class Ledger:
             if newest != self._line:
                 raise LedgerError(f"ledger {self._path}: line {newest} has taken over from line {self._line}; stop")
             yield
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[sqlite3.Connection]:
+    """The ledger in a buffer's folder as it stands now, for queries that change nothing.
+
+    Raises RunFolderError when there is none, LedgerError when it cannot be read.
+    """
+    path = folder / FILE
+    if not path.exists():
+        raise RunFolderError(f"{path} does not exist: no run has begun in this folder")
+    db = connect(path, f"{path.absolute().as_uri()}?mode=ro")
+    try:
+        with transaction(db, path, "BEGIN"):
+            check_schema(db, path, create=False)
+            yield db
+    finally:
+        db.close()
 
 
 def connect(path: Path, uri: str) -> sqlite3.Connection:

@@ -24,13 +24,13 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     version: Version | None  # served now
     tokens: int  # sampled
     fed_tokens: int  # prompt tokens computed, those computed again after a preemption or a refresh included
-    shared_tokens: int  # prompt tokens found in the KV cache instead
+    shared_tokens: int = 0  # prompt tokens found in the KV cache instead
     steps: int
     running: int  # now: sequences that hold KV
     waiting: int  # now: sequences that do not
-    kv_tokens: int  # capacity
-    kv_tokens_held: int  # now, in whole blocks
-    preempted: int
+    kv_tokens: int = 0  # capacity; this and the next two are 0 where a cache is none, or another program's
+    kv_tokens_held: int = 0  # now, in whole blocks
+    preempted: int = 0
     swaps: int  # proven and served
     longest_stall_s: float  # of a swap, failed ones included
     seconds: dict[str, float]  # by cause; they sum to the time since the engine was made
