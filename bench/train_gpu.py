@@ -34,7 +34,7 @@ from bench.record import spread, write
 from bench.rollout_gpu import SHAPES
 from bench.trace import by_group, scopes
 from contraflow import config
-from contraflow.algo.loss import policy_loss
+from contraflow.algo.loss import Bounds, Sequences, policy_loss, ppo
 from contraflow.model.decoder import Decoder
 from contraflow.model.families import ModelConfig
 from contraflow.parallel.data import local, shard_rows
@@ -260,7 +260,9 @@ def objective(batch: Batch, fed: Fed, scored: Scored) -> Tensor:
         torch.from_numpy(values[batch.mask]).to(device, non_blocking=True)
         for values in (batch.behaviour, batch.advantages, batch.weights)
     )
-    return policy_loss(scored.logprobs_N, behaviour, advantages, weights, clip_low=0.2, clip_high=0.2)
+    sequences = Sequences(torch.zeros_like(weights, dtype=torch.int64), 1)
+    surrogate = ppo(scored.logprobs_N, behaviour, advantages, sequences, Bounds(0.2, 0.2))
+    return policy_loss(surrogate.values_N, weights)
 
 
 def model_flops(shape: ModelConfig, batch: Batch) -> float:

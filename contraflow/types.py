@@ -154,7 +154,10 @@ class Take(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One episode as the trainer sees it: tokens with credit. `versions` is n per token, -1 where not trained."""
+    """One episode as the trainer sees it: tokens with credit. `versions` is n per token, -1 where not trained.
+
+    What a step's first look adds is None until then, or where nobody asks for it; it is 0 where not trained.
+    """
 
     tokens: Int32  # [L]
     mask: Bool  # [L]
@@ -162,6 +165,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     advantages: Float32  # [L]
     versions: Int32  # [L]
     routes: Routes | None = None
+    truncated: bool = False  # the budget ended it, not the model or the environment
+    proximal: Float32 | None = None  # [L], log-probabilities of the policy at the step's start
+    reference: Float32 | None = None  # [L], of the frozen reference
+    values: Float32 | None = None  # [L], of the state before each trained token, by the critic at the step's start
+    returns: Float32 | None = None  # [L], what those values should have been
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,6 +188,10 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     weights: Float32  # [T]
     versions: Int32  # [T]
     routes: Routes | None = None
+    proximal: Float32 | None = None  # [T], and so on: as in `Sample`, None unless every sample has it
+    reference: Float32 | None = None
+    values: Float32 | None = None
+    returns: Float32 | None = None
 
 
 class Tensor(msgspec.Struct, frozen=True):

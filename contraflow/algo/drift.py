@@ -43,8 +43,8 @@ class RatioReport(NamedTuple):
     mean: float
     low: float
     high: float
-    clipped_low: float  # share of tokens whose gradient the lower clip removed (advantage < 0)
-    clipped_high: float  # share of tokens whose gradient the upper clip removed (advantage > 0)
+    clipped_low: float  # share of tokens whose gradient the lower clip removed
+    clipped_high: float  # share of tokens whose gradient the upper clip removed
     kl: float  # k3 estimate of KL(mu, pi)
 
 
@@ -55,10 +55,8 @@ class AgeReport(NamedTuple):
     high: int
 
 
-def ratio_report(
-    logprobs_N: Tensor, behaviour_N: Tensor, advantages_N: Tensor, *, clip_low: float, clip_high: float
-) -> RatioReport:
-    """What the update saw before it moved the weights."""
+def ratio_report(logprobs_N: Tensor, behaviour_N: Tensor, low_N: Tensor, high_N: Tensor) -> RatioReport:
+    """What the update saw before it moved the weights. `low_N`, `high_N`: 1 where a clip removed the gradient."""
     if logprobs_N.numel() == 0:
         return RatioReport(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     ratio_N = log_ratio(logprobs_N, behaviour_N).exp()
@@ -66,8 +64,8 @@ def ratio_report(
         ratio_N.mean(),
         ratio_N.min(),
         ratio_N.max(),
-        ((ratio_N < 1 - clip_low) & (advantages_N < 0)).float().mean(),
-        ((ratio_N > 1 + clip_high) & (advantages_N > 0)).float().mean(),
+        low_N.float().mean(),
+        high_N.float().mean(),
         kl_k3(behaviour_N, logprobs_N).mean(),
     )
     return RatioReport(*torch.stack(parts).tolist())

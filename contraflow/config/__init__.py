@@ -7,8 +7,9 @@ and the nearest name. Does not import torch, start anything, or derive one secti
 from contraflow.config.base import Compute, Section
 from contraflow.config.engine import Engine, Parallel
 from contraflow.config.launch import Launch
+from contraflow.config.loss import Loss
 from contraflow.config.reading import check_recipe, check_section, load_recipe, load_sft_recipe, recipe_toml
-from contraflow.config.recipe import Buffer, Env, Loss, Model, Recipe, Reward, Rollout, Run, Runtime, Train, Weights
+from contraflow.config.recipe import Buffer, Env, Model, Recipe, Reward, Rollout, Run, Runtime, Train, Weights
 from contraflow.config.server import Server
 from contraflow.config.sft import NewModel, Sft, SftRecipe
 

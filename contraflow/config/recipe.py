@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from contraflow.config.base import Compute, Count, Decay, Device, Seconds, Section, Share
 from contraflow.config.engine import Engine, Parallel
+from contraflow.config.loss import Loss
 
 
 class Run(Section):
@@ -73,17 +74,6 @@ class Buffer(Section):
     def tickets(self) -> int:
         """Groups in flight at most: (eta + 1) * P."""
         return (self.max_age + 1) * self.groups_per_step
-
-
-class Loss(Section):
-    """The policy objective."""
-
-    advantages: Literal["grpo", "centred"] = "grpo"  # divide by the group's standard deviation, or only centre
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
-    clip_high: Annotated[float, Field(gt=0)] = 0.2  # larger than clip_low is DAPO's "clip higher"
-    reduction: Literal["token", "sequence"] = "token"  # mean over all tokens, or over episodes of their token means
-    kl_weight: Annotated[float, Field(ge=0)] = 0.0  # to the model the run began with; 0 keeps no reference copy
-    balance_weight: Annotated[float, Field(ge=0)] = 0.0  # load-balancing loss of the router
 
 
 class Train(Section):
@@ -238,9 +228,15 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _signal_needs_company(self) -> Self:
-        if self.rollout.episodes == 1:
+        if self.loss.compares and self.rollout.episodes == 1:
             raise ValueError(
                 "rollout.episodes = 1: one episode has none of its task to be compared with, so every advantage would"
-                " be 0 and nothing learned; ask for at least 2"
+                f" be 0 and nothing learned; ask for at least 2, or for another loss.advantages than"
+                f" {self.loss.advantages!r}"
+            )
+        if not self.loss.compares and self.buffer.no_signal == "drop":
+            raise ValueError(
+                f"buffer.no_signal = 'drop' with loss.advantages = {self.loss.advantages!r}: groups whose episodes all"
+                " earned the same teach it too; use buffer.no_signal = 'keep'"
             )
         return self

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -85,17 +86,7 @@ def share(batch: Batch, ranks: int, rank: int) -> Batch:
     mask_T = np.zeros_like(batch.mask)
     mask_T[here_R + np.searchsorted(fed_starts[1:], here_R, side="right") + 1] = True
     mask_T &= batch.mask
-    return Batch(
-        tokens=batch.tokens,
-        positions=batch.positions,
-        starts=batch.starts,
-        mask=mask_T,
-        behaviour=batch.behaviour,
-        advantages=batch.advantages,
-        weights=np.where(mask_T, batch.weights, np.float32(0)),
-        versions=batch.versions,
-        routes=batch.routes,
-    )
+    return msgspec.structs.replace(batch, mask=mask_T, weights=np.where(mask_T, batch.weights, np.float32(0)))
 
 
 class ContextPlan:

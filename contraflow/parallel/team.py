@@ -79,6 +79,19 @@ class Team:
             return value
         return self.sum(value if self._speaks else torch.zeros_like(value))
 
+    def once(self, value: Tensor) -> Tensor:
+        """As `total`, where all stages of a pipeline have the same to say: only the last one's counts."""
+        last = self.mesh is None or self.mesh.here.pp == self.mesh.parallel.pp - 1
+        return self.total(value if last else torch.zeros_like(value))
+
+    def along(self, value: Tensor) -> Tensor:
+        """The sum over the ranks that share the tokens of each sequence with this one."""
+        if self.mesh is None or self.mesh.parallel.cp == 1:
+            return value
+        summed = value.detach().clone()
+        dist.all_reduce(summed, group=self.mesh.cp)
+        return summed
+
     def sum(self, value: Tensor) -> Tensor:
         """The sum over all ranks without exception; on every rank."""
         if self.mesh is None:

@@ -7,40 +7,54 @@ Does not run a model. Shape letters: L tokens of one episode, T packed tokens, S
 
 import heapq
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from contraflow.algo.credit import AdvantageKind, group_advantages
+from contraflow.algo.credit import AdvantageKind, group_scores, overlong_penalty
 from contraflow.algo.loss import Reduction, token_shares
 from contraflow.errors import TrainingError
-from contraflow.types import Batch, Bool, Chosen, Episode, Float32, Group, Int32, Int64, Sample, Version
+from contraflow.types import Batch, Bool, Chosen, Episode, Float32, Group, Int32, Int64, Sample, StopReason, Version
 
 N = TypeVar("N", bound=np.generic)
 
 
-def samples(groups: Sequence[Group], chosen: Sequence[Chosen], *, advantages: AdvantageKind) -> list[list[Sample]]:
+class Credit(NamedTuple):
+    """How rewards become credit; see `config.Loss`."""
+
+    kind: AdvantageKind = "grpo"
+    overlong: tuple[int, int] = (0, 0)
+    cut_off: bool = True  # whether episodes that the budget ended are trained
+
+
+def samples(groups: Sequence[Group], chosen: Sequence[Chosen], credit: Credit) -> list[list[Sample]]:
     """Samples of each group, in the order of the groups; `chosen[i]` says what the window allows of `groups[i]`.
 
     Episodes that failed are left out; so are those with no trained token left. The baseline is that of all episodes
-    that did not fail: an episode masked for its age still says how hard the task is. With fewer than two of them every
-    advantage is zero. Raises TrainingError when the groups are not those that were chosen.
+    that did not fail: an episode masked for its age, or cut off, still says how hard the task is. Where episodes are
+    compared and fewer than two are left, every advantage is zero.
+    Raises TrainingError when the groups are not those that were chosen.
     """
     expected = [(c.group, c.attempt) for c in chosen]
     got = [(g.ticket.group, g.ticket.attempt) for g in groups]
     if got != expected:
         raise TrainingError(f"the buffer gave groups (group, attempt) {got} where {expected} were taken")
-    return [_group_samples(group, pick.floor, advantages) for group, pick in zip(groups, chosen, strict=True)]
+    return [_group_samples(group, pick.floor, credit) for group, pick in zip(groups, chosen, strict=True)]
 
 
-def group_credit(group: Group, kind: AdvantageKind) -> Float32:
-    """Advantage `[G]` of every episode of the group; 0 for those that failed."""
+def group_credit(group: Group, credit: Credit) -> Float32:
+    """What every episode of the group earned, `[G]`, as `group_scores` has it; 0 for those that failed."""
     usable = [i for i, episode in enumerate(group.episodes) if not episode.failed]
-    rewards = torch.tensor([group.episodes[i].reward for i in usable], dtype=torch.float64)
+    rewards = torch.tensor([_reward(group.episodes[i], credit.overlong) for i in usable], dtype=torch.float64)
     credit_G = np.zeros(len(group.episodes), np.float32)
-    credit_G[usable] = group_advantages(rewards, kind=kind).numpy()
+    credit_G[usable] = group_scores(rewards, kind=credit.kind).numpy()
     return credit_G
+
+
+def _reward(episode: Episode, overlong: tuple[int, int]) -> float:
+    begin, end = overlong
+    return episode.reward - overlong_penalty(int(episode.trained.sum()), begin=begin, end=end)
 
 
 def split(count: int, parts: int, *, seed: Sequence[int]) -> list[Int64]:
@@ -52,27 +66,46 @@ def split(count: int, parts: int, *, seed: Sequence[int]) -> list[Int64]:
     return [part for part in np.array_split(order, parts) if part.size]
 
 
-def pack(chosen: Sequence[Sample], *, tokens_per_batch: int, reduction: Reduction, shares: int = 1) -> list[Batch]:
+class Packed(NamedTuple):
+    """`bins[i]` are the places, among the samples, of the sequences of `batches[i]`, in order."""
+
+    bins: list[list[int]]
+    batches: list[Batch]
+
+
+def pack(
+    chosen: Sequence[Sample], *, tokens_per_batch: int, reduction: Reduction, shares: int = 1, constant: int = 1
+) -> list[Batch]:
     """Pack one update's samples into micro-batches of at most `tokens_per_batch` tokens.
 
     First fit by falling length, ties in the given order; a sample longer than the budget gets a batch of its own.
-    `weights` are shares of the whole update, so the sum of the micro-batch losses is the loss of one large batch.
+    `weights` are shares of the whole update, so the sum of the micro-batch losses is the loss of one large batch; see
+    `token_shares` for `reduction` and `constant`.
 
     For several `shares`, that compute at the same time and wait for each other, the number of micro-batches is a
     multiple of them, and micro-batches are as even as may be; some are empty when there are too few samples.
     """
-    lengths_S = np.array([sample.tokens.size for sample in chosen], np.int64)
     trained_S = np.array([np.count_nonzero(sample.mask) for sample in chosen], np.int64)
-    shares_S = token_shares(torch.from_numpy(trained_S), reduction=reduction).numpy().astype(np.float32)
+    shares_S = token_shares(torch.from_numpy(trained_S), reduction=reduction, constant=constant)
+    return packed(chosen, shares_S.numpy().astype(np.float32), tokens_per_batch, shares).batches
+
+
+def packed(chosen: Sequence[Sample], shares_S: Float32, tokens_per_batch: int, shares: int = 1) -> Packed:
+    """As `pack`, for given shares of the loss, and which sample went where."""
+    lengths_S = np.array([sample.tokens.size for sample in chosen], np.int64)
     bins = _first_fit(lengths_S, tokens_per_batch) if shares == 1 else _evenly(lengths_S, tokens_per_batch, shares)
-    return [_batch([chosen[i] for i in bin_], shares_S[bin_]) for bin_ in bins]
+    return Packed(bins, [_batch([chosen[i] for i in bin_], shares_S[bin_]) for bin_ in bins])
 
 
-def _group_samples(group: Group, floor: Version, kind: AdvantageKind) -> list[Sample]:
-    credit_G = group_credit(group, kind)
-    pairs = zip(group.episodes, credit_G, strict=True)
-    made = [_sample(episode, float(advantage), floor) for episode, advantage in pairs if not episode.failed]
+def _group_samples(group: Group, floor: Version, credit: Credit) -> list[Sample]:
+    pairs = zip(group.episodes, group_credit(group, credit), strict=True)
+    trained = [pair for pair in pairs if not pair[0].failed and (credit.cut_off or not _cut_off(pair[0]))]
+    made = [_sample(episode, float(score), floor) for episode, score in trained]
     return [sample for sample in made if sample is not None]
+
+
+def _cut_off(episode: Episode) -> bool:
+    return episode.stop is StopReason.LENGTH
 
 
 def _sample(episode: Episode, advantage: float, floor: Version) -> Sample | None:
@@ -95,6 +128,7 @@ def _sample(episode: Episode, advantage: float, floor: Version) -> Sample | None
         behaviour=episode.logprobs[:end],
         advantages=np.where(mask_L, np.float32(advantage), np.float32(0)),
         versions=np.where(mask_L, versions_L[:end], np.int32(-1)),
+        truncated=_cut_off(episode),
     )
 
 
@@ -148,7 +182,17 @@ def _batch(chosen: Sequence[Sample], shares_S: Float32) -> Batch:
         advantages=_joined([sample.advantages for sample in chosen], np.float32),
         weights=np.where(mask_T, np.repeat(shares_S, lengths_S), np.float32(0)),
         versions=_joined([sample.versions for sample in chosen], np.int32),
+        proximal=_looked([sample.proximal for sample in chosen]),
+        reference=_looked([sample.reference for sample in chosen]),
+        values=_looked([sample.values for sample in chosen]),
+        returns=_looked([sample.returns for sample in chosen]),
     )
+
+
+def _looked(parts: Sequence[Float32 | None]) -> Float32 | None:
+    """End to end, where every sample has it; an empty batch has whatever the others have."""
+    known = [part for part in parts if part is not None]
+    return _joined(known, np.float32) if len(known) == len(parts) else None
 
 
 def _joined(parts: Sequence[np.ndarray[Any, np.dtype[N]]], kind: type[N]) -> np.ndarray[Any, np.dtype[N]]:

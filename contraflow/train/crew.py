@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from contraflow.model.decoder import Decoder
 from contraflow.parallel.context import Exchange, share
@@ -38,6 +39,18 @@ class Crew:
         if context is not None:
             mine = [share(batch, context.size, context.place) for batch in mine]
         return mine, [feed(batch, device, context) for batch in mine]
+
+    def everywhere(self, batches: Sequence[Batch], mine: Sequence[Batch], values: Sequence[Tensor]) -> list[Float32]:
+        """Of each of `batches`: `[T]`, what the ranks found for its trained tokens, on every rank; 0 where not trained.
+
+        `values[i]` are this rank's `[N]` for the trained tokens of `mine[i]`, both as `feeds` shared them out.
+        """
+        starts = np.concatenate([[0], np.cumsum([batch.tokens.size for batch in batches])])
+        places = self.team.mine(range(len(batches)))
+        all_T = torch.zeros(int(starts[-1]), device=values[0].device)
+        for place, batch, values_N in zip(places, mine, values, strict=True):
+            all_T[torch.from_numpy(starts[place] + np.flatnonzero(batch.mask)).to(all_T.device)] = values_N.float()
+        return np.split(self.team.once(all_T).cpu().numpy(), starts[1:-1])
 
     def probe_logprobs(self, decoder: Decoder, prompts: Sequence[Int32], compute: torch.dtype) -> tuple[Float32, ...]:
         """See `weights.probe`, computed in `compute`; on every rank, whatever layers it holds."""

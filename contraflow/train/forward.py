@@ -27,7 +27,6 @@ class Fed(NamedTuple):
     plan: Plan
     rows_N: Tensor  # int64: the fed token whose hidden state predicts each trained token
     targets_N: Tensor  # int64
-    reference_N: Tensor | None = None  # fp32 log-probabilities that a frozen model gave the trained tokens
 
 
 class Scored(NamedTuple):

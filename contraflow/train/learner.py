@@ -27,7 +27,7 @@ from contraflow.parallel.loan import Loan
 from contraflow.parallel.mesh import Mesh
 from contraflow.parallel.spread import Spread, load_spread
 from contraflow.telemetry import Account, Journal
-from contraflow.train.batcher import samples
+from contraflow.train.batcher import Credit, samples
 from contraflow.train.checkpoint import Cut, Snapshot, load
 from contraflow.train.crew import open_crew
 from contraflow.train.float8 import raised_experts
@@ -79,6 +79,7 @@ class Learner:
         self.steps = 0
         self.refused = 0
         self._train, self._loss, self._weights, self._place = train, loss, weights, place
+        self._credit = Credit(loss.advantages, loss.overlong, loss.truncated == "train")
         self._run = Path(place.run_folder)
         self._tokenizer = Tokenizer.load(Path(place.model_folder))
         self._spread, self.optimizer = _open(place, train, weights, cuts, mesh)
@@ -154,7 +155,7 @@ class Learner:
     def _learn(self, take: Take, groups: Sequence[Group]) -> StepReport | None:
         before = self.account.seconds()
         with self.account.charge("batch"):
-            by_group = samples(groups, take.groups, advantages=self._loss.advantages)
+            by_group = samples(groups, take.groups, self._credit)
             outcome = self._step.run(by_group, step=take.step, seed=self._place.seed)
         bad_batch = ""
         if self._journal is not None:
@@ -204,8 +205,8 @@ class Learner:
         return str(path)
 
     def _record(self, journal: Journal, groups: Sequence[Group], step: int) -> None:
-        keep, kind = self._place.keep_episodes, self._loss.advantages
-        for record in episode_records(groups, self._tokenizer, step=step, keep=keep, advantages=kind):
+        keep = self._place.keep_episodes
+        for record in episode_records(groups, self._tokenizer, step=step, keep=keep, credit=self._credit):
             journal.write(record)
 
 

@@ -11,26 +11,25 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from contraflow.algo.credit import AdvantageKind
 from contraflow.errors import TrainingError
 from contraflow.model.tokenizer import Tokenizer
-from contraflow.train.batcher import group_credit
+from contraflow.train.batcher import Credit, group_credit
 from contraflow.types import Batch, Episode, Group
 
 _DECIMALS = 5  # of a log-probability or advantage: enough to look at, and keeps the file small
 
 
 def episode_records(
-    groups: Sequence[Group], tokenizer: Tokenizer, *, step: int, keep: int, advantages: AdvantageKind
+    groups: Sequence[Group], tokenizer: Tokenizer, *, step: int, keep: int, credit: Credit
 ) -> Iterator[dict[str, Any]]:
     """`keep` groups of a take, spread evenly over it (a take is oldest first), as RUN/episodes.jsonl stores them.
 
-    Each episode has one entry per token in `pieces`, `roles`, `logprobs`, `advantages` and `versions` (-1 where the
-    model did not sample it). Numbers that are not finite, which JSON cannot hold, are null.
+    Each episode has one entry per token in `pieces`, `roles`, `logprobs`, `advantages` (what its episode earned) and
+    `versions` (-1 where the model did not sample it). Numbers that are not finite, which JSON cannot hold, are null.
     """
     places = np.unique(np.linspace(0, len(groups) - 1, min(keep, len(groups))).round().astype(int))
     for group in (groups[place] for place in places.tolist()):
-        credit_G = group_credit(group, advantages).tolist()
+        credit_G = group_credit(group, credit).tolist()
         yield {
             "step": step,
             "group": group.ticket.group,

@@ -39,6 +39,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     clipped_low: float  # share of tokens whose gradient the lower, the upper clip removed
     clipped_high: float
     behaviour_kl: float  # k3 estimate of KL(behaviour, new)
+    effective: float = 0.0  # effective sample size over sample size, of the weights that corrections gave
+    corrected: dict[str, float] = {}  # share of tokens that each correction masked, or held at a bound
     grad_norm: float  # before clipping
     learning_rate: float  # of the last update
     age_mean: float  # of trained tokens, in steps

@@ -5,24 +5,27 @@ step. Does not fetch, publish, save or report. Shape letters: T packed tokens, N
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from contraflow import config
+from contraflow.algo.corrections import effective_share
 from contraflow.algo.drift import ratio_report
-from contraflow.algo.loss import kl_loss, policy_loss
 from contraflow.errors import ConfigError, TrainingError
 from contraflow.model.decoder import Decoder
 from contraflow.telemetry import Account
 from contraflow.train.batcher import pack, split
+from contraflow.train.crediting import credited
 from contraflow.train.crew import Crew, open_crew, open_passes
-from contraflow.train.forward import Fed, Scored
+from contraflow.train.look import Finding, look
+from contraflow.train.objective import PolicyObjective, Seen, joined_rows
 from contraflow.train.optimizer import Optimizer
+from contraflow.train.passes import Passes
 from contraflow.train.update import Updated, Updater
-from contraflow.types import Batch, Float32, Sample
+from contraflow.types import Batch, Sample
 
 
 class Numbers(NamedTuple):
@@ -39,6 +42,8 @@ class Numbers(NamedTuple):
     clipped_low: float = 0.0
     clipped_high: float = 0.0
     behaviour_kl: float = 0.0
+    effective: float = 0.0
+    corrected: dict[str, float] = {}  # noqa: RUF012
     grad_norm: float = 0.0
     learning_rate: float = 0.0
     expert_loads: tuple[tuple[int, ...], ...] = ()
@@ -50,16 +55,6 @@ class Outcome(NamedTuple):
     numbers: Numbers
     fault: str = ""
     bad: tuple[Batch, ...] = ()
-
-
-class _Seen(NamedTuple):
-    """What one micro-batch's forward pass showed, detached."""
-
-    logprobs_N: Tensor
-    behaviour_N: Tensor
-    advantages_N: Tensor
-    entropy_N: Tensor
-    kl: Tensor
 
 
 class TrainStep:
@@ -89,20 +84,22 @@ class TrainStep:
         self._train = train
         self._loss = loss
         self._crew = crew or open_crew(decoder, None, account, temperature=temperature)
-        frozen = None
+        self._frozen: dict[Finding, Passes] = {}
         if reference is not None and loss.kl_weight > 0:
             frozen = open_passes(reference, self._crew.team.mesh, account, temperature=temperature)
-        self._updater = Updater(
-            decoder, optimizer, account, self._crew, balance_weight=loss.balance_weight, reference=frozen
-        )
+            self._frozen["reference"] = frozen
+        if loss.old == "proximal" and train.epochs * train.updates > 1:  # of one update, it is the policy itself
+            self._frozen["proximal"] = self._crew.passes
+        self._updater = Updater(decoder, optimizer, account, self._crew, balance_weight=loss.balance_weight)
 
     def run(self, by_group: Sequence[Sequence[Sample]], *, step: int, seed: int) -> Outcome:
         """Train on one take. Updates share the groups evenly, in an order drawn from (seed, step, epoch).
 
         An update with no credit to give, and no other loss, is left out: momentum alone must not move the weights.
         """
-        train, seen = self._train, list[_Seen]()
-        done: list[Updated] = []
+        train, done = self._train, list[Updated]()
+        objective = PolicyObjective(self._loss, step, self._crew.team.along)
+        by_group = self._look(by_group)
         before = self._optimizer.snapshot() if train.epochs * train.updates > 1 else None
         for epoch in range(train.epochs):
             for part in split(len(by_group), train.updates, seed=(seed, step, epoch)):
@@ -112,16 +109,30 @@ class TrainStep:
                 batches = self._pack(chosen)
                 try:
                     _refuse_unsound(batches)
-                    done.append(self._updater.update(batches, lambda *given: self._objective(seen, *given)))
+                    done.append(self._updater.update(batches, lambda batch, _, scored: objective(batch, scored)))
                 except TrainingError as fault:
                     if before is not None:
                         self._optimizer.restore(before)
                     return Outcome(Numbers(), str(fault), tuple(batches))
-        return Outcome(self._numbers(done, seen) if done else Numbers())
+        return Outcome(self._numbers(done, objective.seen) if done else Numbers())
 
     def _teaches(self, chosen: Sequence[Sample]) -> bool:
-        other_losses = self._loss.kl_weight > 0 or self._loss.balance_weight > 0
+        loss = self._loss
+        other_losses = max(loss.kl_weight, loss.balance_weight, loss.entropy_weight) > 0
         return any(other_losses or bool(sample.advantages.any()) for sample in chosen)
+
+    def _look(self, by_group: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
+        """All samples, with what the settings want to know before the first update, and their credit."""
+        flat = [sample for group in by_group for sample in group]
+        flat = look(
+            flat,
+            self._frozen,
+            self._crew,
+            device=self._updater.device,
+            tokens_per_batch=self._train.tokens_per_batch,
+        )
+        each = iter(credited(flat, self._loss))
+        return [list(islice(each, len(group))) for group in by_group]
 
     def _pack(self, chosen: Sequence[Sample]) -> list[Batch]:
         with self._account.charge("batch"):
@@ -130,40 +141,17 @@ class TrainStep:
                 tokens_per_batch=self._train.tokens_per_batch,
                 reduction=self._loss.reduction,
                 shares=self._crew.team.shares,
+                constant=self._loss.constant_tokens,
             )
 
-    def _objective(self, seen: list[_Seen], batch: Batch, fed: Fed, scored: Scored) -> Tensor:
-        section, logprobs_N = self._loss, scored.logprobs_N
-        behaviour_N, advantages_N, weights_N = (
-            self._trained(values_T, batch) for values_T in (batch.behaviour, batch.advantages, batch.weights)
-        )
-        loss = policy_loss(
-            logprobs_N,
-            behaviour_N,
-            advantages_N,
-            weights_N,
-            clip_low=section.clip_low,
-            clip_high=section.clip_high,
-        )
-        kl = torch.zeros_like(loss)
-        if fed.reference_N is not None:
-            kl = kl_loss(logprobs_N, fed.reference_N, weights_N)
-            loss = loss + section.kl_weight * kl
-        seen.append(_Seen(logprobs_N.detach(), behaviour_N, advantages_N, scored.entropy_N.detach(), kl.detach()))
-        return loss
-
-    def _trained(self, values_T: Float32, batch: Batch) -> Tensor:
-        return torch.from_numpy(values_T[batch.mask]).to(self._updater.device, non_blocking=True)
-
-    def _numbers(self, done: Sequence[Updated], seen: Sequence[_Seen]) -> Numbers:
+    def _numbers(self, done: Sequence[Updated], seen: Sequence[Seen]) -> Numbers:
         """Of all ranks together, on every rank."""
-        team, section, nothing = self._crew.team, self._loss, torch.zeros(4, 0, device=self._updater.device)
-        columns = [torch.stack([p.logprobs_N, p.behaviour_N, p.advantages_N, p.entropy_N]) for p in seen]
-        logprobs_N, behaviour_N, advantages_N, entropy_N = team.joined(torch.cat([nothing, *columns], 1))
-        kl = team.total(torch.stack([nothing.sum(), *[part.kl for part in seen]]).sum())
-        ratios = ratio_report(
-            logprobs_N, behaviour_N, advantages_N, clip_low=section.clip_low, clip_high=section.clip_high
-        )
+        team, names = self._crew.team, list(self._loss.corrections)
+        nothing = torch.zeros((), device=self._updater.device)
+        rows_xN = team.joined(joined_rows(seen, len(names), nothing))
+        logprobs_N, behaviour_N, entropy_N, low_N, high_N, weights_N, *touched = rows_xN
+        kl = team.total(torch.stack([nothing, *[part.kl for part in seen]]).sum())
+        ratios = ratio_report(logprobs_N, behaviour_N, low_N, high_N)
         loads = [update.loads_ME for update in done if update.loads_ME is not None]
         return Numbers(
             updates=len(done),
@@ -177,6 +165,8 @@ class TrainStep:
             clipped_low=ratios.clipped_low,
             clipped_high=ratios.clipped_high,
             behaviour_kl=ratios.kl,
+            effective=effective_share(weights_N),
+            corrected={name: float(row_N.mean()) for name, row_N in zip(names, touched, strict=True)},
             grad_norm=_mean(update.applied.grad_norm for update in done),
             learning_rate=done[-1].applied.learning_rate,
             expert_loads=tuple(tuple(row) for row in torch.stack(loads).sum(0).tolist()) if loads else (),

@@ -20,7 +20,7 @@ from contraflow.telemetry import Account
 from contraflow.train.crew import Crew, open_crew
 from contraflow.train.forward import Fed, Scored, fed_tokens
 from contraflow.train.optimizer import Applied, Optimizer
-from contraflow.train.passes import Balance, Passes
+from contraflow.train.passes import Balance
 from contraflow.types import Batch
 
 Objective = Callable[[Batch, Fed, Scored], Tensor]  # a micro-batch's part of the loss, a scalar
@@ -38,8 +38,8 @@ class Updated(NamedTuple):
 class Updater:
     """Moves a decoder's weights. `balance_weight` adds the load-balancing loss of its routers, if it has any.
 
-    With `reference`, the passes of a frozen model, objectives find its log-probabilities in `Fed`. Every rank of the
-    crew calls `update` with the same micro-batches, runs its share of them, and gets the same answer or the same error.
+    Every rank of the crew calls `update` with the same micro-batches, runs its share of them, and gets the same answer
+    or the same error.
     """
 
     def __init__(
@@ -50,14 +50,12 @@ class Updater:
         crew: Crew | None = None,
         *,
         balance_weight: float = 0.0,
-        reference: Passes | None = None,
     ) -> None:
         self.device = next(decoder.parameters()).device
         self._decoder = decoder
         self._optimizer = optimizer
         self._account = account
         self._crew = crew or open_crew(decoder, None, account, temperature=1.0)
-        self._reference = reference
         self._balance_weight = balance_weight if decoder.config.moe_layers else 0.0
 
     def update(self, batches: Sequence[Batch], objective: Objective) -> Updated:
@@ -66,9 +64,6 @@ class Updater:
         team, passes = self._crew.team, self._crew.passes
         with self._account.charge("batch"):
             mine, feds = self._crew.feeds(batches, self.device)
-        if self._reference is not None:  # before the rest: of several stages, only the last computes a loss
-            answers = self._reference.scored(feds)
-            feds = [fed._replace(reference_N=one.logprobs_N) for fed, one in zip(feds, answers, strict=True)]
         with compute_copies(self._decoder) if self._decoder.hold_copies else nullcontext():
             balance = self._balance(feds, sum(fed_tokens(batch) for batch in batches))
             seen = passes.run(feds, lambda place, scored: objective(mine[place], feds[place], scored), balance)

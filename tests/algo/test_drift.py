@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from contraflow.algo.drift import age_report, kl_k1, kl_k2, kl_k3, log_ratio, ratio_report
+from contraflow.algo.loss import Bounds, Sequences, ppo
 
 
 def logs(*values: float) -> torch.Tensor:
@@ -44,7 +45,8 @@ def test_a_huge_log_ratio_is_held_and_has_no_gradient():
 def test_ratio_report_counts_only_tokens_whose_gradient_the_clip_removed():
     ratios = logs(0.5, 0.5, 1.5, 1.5, 1.0)
     advantages_N = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
-    report = ratio_report(ratios, torch.zeros(5).double(), advantages_N, clip_low=0.2, clip_high=0.2)
+    clipped = ppo(ratios, torch.zeros(5).double(), advantages_N, Sequences(torch.arange(5), 5), Bounds(0.2, 0.2))
+    report = ratio_report(ratios, torch.zeros(5).double(), clipped.low_N, clipped.high_N)
     assert report.mean == pytest.approx(1.0)
     assert (report.low, report.high) == (pytest.approx(0.5), pytest.approx(1.5))
     assert (report.clipped_low, report.clipped_high) == (pytest.approx(0.2), pytest.approx(0.2))
@@ -59,5 +61,5 @@ def test_age_is_the_step_minus_the_version_that_sampled_the_token():
 
 def test_reports_of_nothing_are_zero():
     nothing = torch.zeros(0)
-    assert set(ratio_report(nothing, nothing, nothing, clip_low=0.2, clip_high=0.2)) == {0.0}
+    assert set(ratio_report(nothing, nothing, nothing, nothing)) == {0.0}
     assert age_report(torch.zeros(0, dtype=torch.int32), 3) == (0.0, 0)

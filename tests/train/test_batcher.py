@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contraflow.errors import TrainingError
-from contraflow.train.batcher import group_credit, pack, samples, split
+from contraflow.train.batcher import Credit, group_credit, pack, samples, split
 from contraflow.types import Chosen, Sample, Version
 
 HUGE = 1 << 30
@@ -33,7 +33,7 @@ def build(pairs: list[tuple[int, int]]) -> list[Sample]:
 
 def test_every_token_of_an_episode_carries_its_advantage_and_prompts_carry_none(make_group, make_episode, choose):
     group = make_group([make_episode(6, reward=1.0), make_episode(5, reward=0.0, seed=1)])
-    ((good, bad),) = samples([group], choose([group]), advantages="grpo")
+    ((good, bad),) = samples([group], choose([group]), Credit("grpo"))
     assert good.mask.tolist() == [False, False, True, True, True, True]
     assert good.advantages.tolist() == [0, 0, 1, 1, 1, 1]
     assert bad.advantages.tolist() == [0, 0, -1, -1, -1]
@@ -44,14 +44,14 @@ def test_every_token_of_an_episode_carries_its_advantage_and_prompts_carry_none(
 def test_failed_episodes_are_left_out_and_do_not_move_the_baseline(make_group, make_episode, choose):
     episodes = [make_episode(4, reward=1.0), make_episode(4, reward=math.nan, error="grader raised"), make_episode(4)]
     group = make_group(episodes)
-    assert group_credit(group, "centred").tolist() == [0.5, 0.0, -0.5]
-    ((first, last),) = samples([group], choose([group]), advantages="centred")
+    assert group_credit(group, Credit("dr_grpo")).tolist() == [0.5, 0.0, -0.5]
+    ((first, last),) = samples([group], choose([group]), Credit("dr_grpo"))
     assert (first.advantages[-1], last.advantages[-1]) == (0.5, -0.5)
 
 
 def test_a_group_with_one_usable_episode_has_no_credit_to_give(make_group, make_episode, choose):
     group = make_group([make_episode(4, reward=1.0), make_episode(4, error="engine refused")])
-    ((only,),) = samples([group], choose([group]), advantages="grpo")
+    ((only,),) = samples([group], choose([group]), Credit("grpo"))
     assert not only.advantages.any()
     assert only.mask.sum() == 2
 
@@ -60,7 +60,7 @@ def test_tokens_below_the_floor_are_masked_and_still_count_in_the_baseline(make_
     old = make_episode(6, reward=1.0, versions=(3,))
     mixed = make_episode(6, reward=0.0, versions=(3, 4), seed=1)
     group = make_group([old, mixed])
-    ((left,),) = samples([group], [Chosen(0, 1, Version(1, 4))], advantages="centred")
+    ((left,),) = samples([group], [Chosen(0, 1, Version(1, 4))], Credit("dr_grpo"))
     assert left.mask.tolist() == [False, False, False, False, True, True]
     assert left.versions.tolist() == [-1, -1, -1, -1, 4, 4]
     assert left.advantages.tolist() == [0, 0, 0, 0, -0.5, -0.5]
@@ -68,8 +68,8 @@ def test_tokens_below_the_floor_are_masked_and_still_count_in_the_baseline(make_
 
 def test_a_newer_line_is_above_any_floor_of_an_older_one(make_group, make_episode):
     group = make_group([make_episode(4, versions=(3,)), make_episode(4, versions=(3,))])
-    assert len(samples([group], [Chosen(0, 1, Version(0, 9))], advantages="grpo")[0]) == 2
-    assert samples([group], [Chosen(0, 1, Version(2, 0))], advantages="grpo") == [[]]
+    assert len(samples([group], [Chosen(0, 1, Version(0, 9))], Credit("grpo"))[0]) == 2
+    assert samples([group], [Chosen(0, 1, Version(2, 0))], Credit("grpo")) == [[]]
 
 
 def test_a_sample_ends_with_its_last_trained_token(make_group, make_episode, choose):
@@ -77,25 +77,25 @@ def test_a_sample_ends_with_its_last_trained_token(make_group, make_episode, cho
     trained = episode.trained.copy()
     trained[4:] = False
     trailing = type(episode)(**{f: getattr(episode, f) for f in episode.__struct_fields__} | {"trained": trained})
-    ((cut,),) = samples([g := make_group([trailing])], choose([g]), advantages="grpo")
+    ((cut,),) = samples([g := make_group([trailing])], choose([g]), Credit("grpo"))
     assert cut.tokens.tolist() == episode.tokens[:4].tolist()
 
 
 def test_the_first_token_of_an_episode_is_never_trained(make_group, make_episode, choose):
-    ((promptless,),) = samples([g := make_group([make_episode(3, prompt=0)])], choose([g]), advantages="grpo")
+    ((promptless,),) = samples([g := make_group([make_episode(3, prompt=0)])], choose([g]), Credit("grpo"))
     assert promptless.mask.tolist() == [False, True, True]
     lone = make_group([make_episode(1, prompt=0)])
-    assert samples([lone], choose([lone]), advantages="grpo") == [[]]
+    assert samples([lone], choose([lone]), Credit("grpo")) == [[]]
 
 
 def test_groups_that_were_not_taken_are_refused(make_group, make_episode):
     group = make_group([make_episode(4)], index=7)
     with pytest.raises(TrainingError, match=r"\(7, 1\).*\(7, 2\)"):
-        samples([group], [Chosen(7, 2, Version(0, 0))], advantages="grpo")
+        samples([group], [Chosen(7, 2, Version(0, 0))], Credit("grpo"))
 
 
 def test_nothing_gives_nothing():
-    assert samples([], [], advantages="grpo") == []
+    assert samples([], [], Credit("grpo")) == []
     assert pack([], tokens_per_batch=8, reduction="token") == []
     assert split(0, 3, seed=(0,)) == []
 

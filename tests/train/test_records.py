@@ -6,7 +6,7 @@ import pytest
 
 from contraflow.errors import TrainingError
 from contraflow.model.tokenizer import build_char_tokenizer
-from contraflow.train.batcher import pack, samples
+from contraflow.train.batcher import Credit, pack, samples
 from contraflow.train.records import episode_records, write_aside
 
 
@@ -16,7 +16,7 @@ def tokenizer(tmp_path):
 
 
 def records(groups, tokenizer, keep):
-    return list(episode_records(groups, tokenizer, step=4, keep=keep, advantages="centred"))
+    return list(episode_records(groups, tokenizer, step=4, keep=keep, credit=Credit("dr_grpo")))
 
 
 def test_a_record_has_one_entry_per_token_and_survives_json(make_group, make_episode, tokenizer):
@@ -52,7 +52,7 @@ def test_kept_groups_are_spread_over_the_take(make_group, make_episode, tokenize
 
 def test_a_refused_update_can_be_read_back_without_pickle(make_group, make_episode, choose, tmp_path):
     group = make_group([make_episode(6, reward=1.0), make_episode(4)])
-    (made,) = samples([group], choose([group]), advantages="grpo")
+    (made,) = samples([group], choose([group]), Credit("grpo"))
     batches = pack(made, tokens_per_batch=6, reduction="token")
     write_aside(tmp_path / "bad" / "one.npz", batches, "the loss is nan")
     with np.load(tmp_path / "bad" / "one.npz", allow_pickle=False) as stored:

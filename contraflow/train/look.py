@@ -1,0 +1,43 @@
+"""The look before a step: what the policy as it stands, and a frozen reference, say of every token of a take.
+
+Takes samples and the passes to make, gives the samples with what was found. Runs models without gradients; does not
+give credit or move weights. Shape letters: T packed tokens, N trained tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+import torch
+
+from contraflow.train.batcher import packed
+from contraflow.train.crew import Crew
+from contraflow.train.passes import Passes
+from contraflow.types import Float32, Sample
+
+Finding = Literal["proximal", "reference"]
+
+
+def look(
+    samples: Sequence[Sample],
+    passes: Mapping[Finding, Passes],
+    crew: Crew,
+    *,
+    device: torch.device,
+    tokens_per_batch: int,
+) -> list[Sample]:
+    """Each sample with the log-probabilities that every one of `passes` gave its trained tokens. Collective."""
+    if not samples or not passes:
+        return list(samples)
+    nothing_S = np.zeros(len(samples), np.float32)  # nobody's share of a loss
+    bins, batches = packed(samples, nothing_S, tokens_per_batch, crew.team.shares)
+    mine, feds = crew.feeds(batches, device)
+    found = list(samples)
+    for name, one in passes.items():
+        answers = [scored.logprobs_N for scored in one.scored(feds)]
+        for bin_, batch, values_T in zip(bins, batches, crew.everywhere(batches, mine, answers), strict=True):
+            parts: list[Float32] = np.split(values_T, batch.starts[1:-1])
+            for place, values_L in zip(bin_, parts[: len(bin_)], strict=True):
+                found[place] = msgspec.structs.replace(found[place], **{name: values_L})
+    return found
