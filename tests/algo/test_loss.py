@@ -62,7 +62,10 @@ BY_HAND = {  # value, and its gradient in log(pi)
     "ppo_dual_clip": ([1.0, 2.2, 2.6, 2.6, -1.6, -2.2, -3.2, -4.0], [1.0, 2.2, 0, 0, 0, -2.2, -3.2, 0]),
     "gspo": ([1.0, 2.2, 2.6, 2.6, -1.6, -2.2, -3.2, -8.0], [1.0, 2.2, 0, 0, 0, -2.2, -3.2, -8.0]),
     "cispo": (
-        [w * a * math.log(r) for w, a, r in zip([0.8, 1.1, 1.3, 1.3] * 2, CREDIT.tolist(), RATIOS.tolist(), strict=True)],
+        [
+            w * a * math.log(r)
+            for w, a, r in zip([0.8, 1.1, 1.3, 1.3] * 2, CREDIT.tolist(), RATIOS.tolist(), strict=True)
+        ],
         [1.6, 2.2, 2.6, 2.6, -1.6, -2.2, -2.6, -2.6],
     ),
     "reinforce": ([a * math.log(r) for a, r in zip(CREDIT.tolist(), RATIOS.tolist(), strict=True)], CREDIT.tolist()),

@@ -275,3 +275,66 @@ def test_statistics_cover_every_trained_token_of_every_update(mixture):
     assert (numbers.ratio_low, numbers.ratio_high) == pytest.approx((float(ratio.min()), float(ratio.max())), rel=1e-4)
     fed = sum(s.tokens.size - 1 for g in groups for s in g)
     assert [sum(row) for row in numbers.expert_loads] == [2 * fed, 2 * fed]
+
+
+# --- other objectives ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("surrogate", ["ppo", "ppo_dual_clip", "gspo", "cispo", "reinforce"])
+def test_every_surrogate_makes_rewarded_episodes_likelier(mixture, surrogate):
+    groups = [group(seed, count=2, rewards=[1.0, -1.0], drift=0.05) for seed in range(4)]
+    with torch.no_grad():
+        before = [[own_logprobs(mixture, s) for s in g] for g in groups]
+    step, _ = trainer(mixture, surrogate=surrogate, train={"learning_rate": 1e-3, "warmup_updates": 0})
+    assert step.run(groups, step=0, seed=0).fault == ""
+    with torch.no_grad():
+        gains = [
+            [float((own_logprobs(mixture, s) - o).sum()) for s, o in zip(g, old, strict=True)]
+            for g, old in zip(groups, before, strict=True)
+        ]
+    assert sum(good - bad for good, bad in gains) > 0
+
+
+def test_of_one_update_the_proximal_policy_is_the_policy_itself_whatever_sampled(mixture):
+    step, _ = trainer(mixture, old="proximal", corrections={"tis": (0.0, 1.1)})
+    numbers = step.run([group(1), group(2)], step=0, seed=0).numbers
+    assert (numbers.clipped_low, numbers.clipped_high) == (0.0, 0.0)
+    assert 0 < numbers.corrected["tis"] < 1
+    assert 0 < numbers.effective < 1
+
+
+def test_over_several_updates_the_proximal_policy_is_that_of_the_steps_start(mixture):
+    from contraflow.train.look import look
+
+    groups = [group(n) for n in range(4)]
+    with torch.no_grad():
+        start = [own_logprobs(mixture, s) for g in groups for s in g]
+    step, _ = trainer(mixture, old="proximal", train={"learning_rate": 1e-2, "updates": 4, "warmup_updates": 0})
+    flat = [s for g in groups for s in g]
+    found = look(flat, step._frozen, step._crew, device=torch.device("cpu"), tokens_per_batch=20)
+    for one, sample, logprobs in zip(found, flat, start, strict=True):
+        assert one.proximal is not None
+        assert one.proximal[one.mask] == pytest.approx(logprobs.numpy(), abs=1e-5)
+        assert not one.proximal[~one.mask].any()
+        assert one.tokens.tolist() == sample.tokens.tolist()
+    numbers = step.run(groups, step=0, seed=0).numbers
+    assert numbers.clipped_low + numbers.clipped_high > 0  # later updates have moved away from it
+
+
+def test_a_token_masked_by_a_correction_has_no_say(mixture):
+    import copy
+
+    groups, twin = [group(1)], copy.deepcopy(mixture)
+    for sample in groups[0]:
+        sample.behaviour[sample.mask] -= np.float32(9.0)  # far outside any band
+    step, _ = trainer(mixture, corrections={"icepop": (0.5, 5.0)}, train={"learning_rate": 1e-2})
+    numbers = step.run(groups, step=0, seed=0).numbers
+    assert numbers.corrected == {"icepop": 1.0}
+    assert numbers.grad_norm == 0.0
+    assert equal(bits(mixture), bits(twin))
+
+
+def test_the_entropy_bonus_raises_entropy_even_without_credit(mixture):
+    step, _ = trainer(mixture, entropy_weight=1.0, train={"learning_rate": 1e-2, "warmup_updates": 0, "clip_norm": 9.0})
+    entropies = [step.run([group(1, rewards=[0.0] * 4)], step=n, seed=0).numbers.entropy for n in range(10)]
+    assert entropies[-1] > entropies[0] + 0.01
