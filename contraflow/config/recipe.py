@@ -42,7 +42,7 @@ class Env(Section):
 class Reward(Section):
     """Named parts and their weights; the reward of an episode is the weighted sum."""
 
-    parts: dict[str, float] = {"correct": 1.0}  # correct, format, partial, tool, or your own
+    parts: dict[str, float] = {"correct": 1.0}  # correct, format, partial, score, tool, or your own
 
 
 class Rollout(Section):

@@ -6,9 +6,15 @@ from contraflow.errors import ConfigError
 from contraflow.named import find
 from contraflow.rewards.base import Part
 from contraflow.rewards.mix import Mix
-from contraflow.rewards.rules import correct, partial, tool, well_formed
+from contraflow.rewards.rules import correct, partial, score, tool, well_formed
 
-PARTS: dict[str, Part] = {"correct": correct, "format": well_formed, "partial": partial, "tool": tool}
+PARTS: dict[str, Part] = {
+    "correct": correct,
+    "format": well_formed,
+    "partial": partial,
+    "score": score,
+    "tool": tool,
+}
 
 
 def make_mix(weights: Mapping[str, float]) -> Mix:

@@ -8,8 +8,29 @@ from contraflow.types import StopReason, Task
 
 
 def correct(task: Task, transcript: Transcript) -> float:
-    """1 when the model finished and its last turn is the reference, character by character."""
+    """1 when the model finished and its last turn is the reference, character by character.
+
+    Where the environment scores by itself (`facts["scored"]` is "env"): 1 when it gave full marks, a `score` of 1.
+    """
+    if task.facts.get("scored") == "env":
+        return float(score(task, transcript) >= 1)
     return float(transcript.stop is StopReason.STOP and transcript.answer == task.reference.strip())
+
+
+def score(task: Task, transcript: Transcript) -> float:
+    """The number that the environment said last, as it ended the episode; 0 when it did not come to that.
+
+    Raises: RewardError when the environment does not score by itself, or said no number.
+    """
+    if task.facts.get("scored") != "env":
+        raise RewardError(f"part 'score' needs an environment that scores by itself, which task {task.key!r} is not of")
+    if transcript.stop is not StopReason.STOP:
+        return 0.0
+    last = next((said.text for said in transcript.turns[-1:] if said.role == "env"), "")
+    try:
+        return float(last)
+    except ValueError:
+        raise RewardError(f"part 'score': the environment ended with {last[:80]!r}, which is no number") from None
 
 
 def well_formed(task: Task, transcript: Transcript) -> float:

@@ -19,13 +19,17 @@ CASES = {
     },
     "calculator": {},
     "calculator, small": {"kinds": [{"operands": 2, "digits": 1, "ops": ["+", "*"]}], "test_share": 0.3, "seed": 1},
+    "reasoning_gym": {"datasets": [{"name": "chain_sum"}, {"name": "word_sorting", "weight": 0.5}]},
 }
+EXTRA = {"reasoning_gym"}  # environments that need a package of the same name
 INDICES = st.integers(0, 2**62)
 
 
 @pytest.fixture(params=CASES)
 def make(request):
     name = request.param.split(",")[0]
+    if name in EXTRA:
+        pytest.importorskip(name)
     return lambda: make_env(name, CASES[request.param])
 
 
