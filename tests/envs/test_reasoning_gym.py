@@ -164,5 +164,4 @@ def test_every_data_set_of_the_package_can_be_played_or_says_why_not():
                 assert env.open(task).step(task.reference).text == "1.0", name
         except (ConfigError, TaskError) as fault:
             refused[name] = str(fault)
-    print(refused)
-    assert set(refused) <= {"boxnet", "rush_hour"}
+    assert set(refused) <= {"boxnet", "graph_color", "rush_hour"}, refused  # they hold no answer that is text
