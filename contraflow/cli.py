@@ -136,11 +136,14 @@ def inspect(
 def replay(
     folder: RunFolder,
     cut: Annotated[str, typer.Option("--from", help="the cut to begin with, such as line-0-step-20")],
+    sample: Annotated[
+        bool, typer.Option("--sample", help="also sample the groups again, and compare tokens and log-probabilities")
+    ] = False,
 ) -> None:
     """Train a run's recorded groups again from a cut, and hold the weights to every later cut, bit for bit."""
     from contraflow.replay import replay as train_again
 
-    equal = train_again(folder, cut, clock=time.monotonic, tell=typer.echo)
+    equal = train_again(folder, cut, clock=time.monotonic, tell=typer.echo, sample=sample)
     typer.echo(f"{equal} {'cut' if equal == 1 else 'cuts'} reached bit for bit")
 
 

@@ -91,6 +91,10 @@ class PayloadError(LedgerError):
     """The recorded payload of a group is missing, truncated or altered."""
 
 
+class ReplayError(ContraflowError):
+    """What a run recorded does not come out again: other tokens, or other log-probabilities."""
+
+
 class RunFolderError(ContraflowError):
     """The run folder is in use by another run, or does not hold what a resume needs."""
 

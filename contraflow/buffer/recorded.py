@@ -1,10 +1,14 @@
-"""The takes of a run as they were recorded, with their payloads: what a replay trains on.
+"""The takes of a run as they were recorded, with their payloads: what a replay trains on, and samples again.
 
-Takes the buffer's folder; gives takes in order and, by a `fetch` like the buffer's, their groups. Only reads.
+Takes the buffer's folder; gives takes in order and their groups: by a `fetch` like the buffer's as training sees them,
+by `as_sampled` with the versions that sampled them. Only reads.
 """
 
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+
+import msgspec
 
 from contraflow.buffer.ledger import FILE, check_schema, connect, on_path, surviving, transaction
 from contraflow.buffer.salvage import shared_with
@@ -12,7 +16,7 @@ from contraflow.buffer.segments import Place, read_group
 from contraflow.buffer.service import on_line
 from contraflow.errors import LedgerError, RunFolderError
 from contraflow.runtime.base import Host
-from contraflow.types import Chosen, Group, Take, Version
+from contraflow.types import Chosen, Group, Span, Take, Version
 
 
 class Recorded:
@@ -22,14 +26,16 @@ class Recorded:
         """Takes from `first_step` on, after a cut of `line`. Raises RunFolderError, LedgerError."""
         self._folder = folder
         self._takes: list[Take] = []
-        self._places: dict[tuple[int, int], tuple[Place, int]] = {}
+        self._places: dict[tuple[int, int], tuple[Place, int]] = {}  # and the line it was sampled on
+        self._shared: dict[int, int] = {}  # newest version of each line that the surviving history has too
         path = folder / FILE
         if not path.exists():
             raise RunFolderError(f"{path} does not exist: no run has begun in this folder")
         with closing(connect(path, f"{path.absolute().as_uri()}?mode=ro")) as db, transaction(db, path, "BEGIN"):
             check_schema(db, path, create=False)
             (self.line,) = db.execute("SELECT max(line) FROM lines").fetchone()
-            if shared_with(db, line, self.line) < first_step:
+            self._shared = {each: shared_with(db, each, self.line) for each in range(self.line + 1)}
+            if self._shared[line] < first_step:
                 raise LedgerError(f"the cut of step {first_step} on line {line} is not of the surviving history")
             rows = db.execute(
                 "SELECT step, group_id, attempt, payloads.line, segment, start, length, digest FROM events LEFT JOIN"
@@ -45,7 +51,7 @@ class Recorded:
                         f"group {group} of step {step} cannot be trained again: its payload was let go; run with"
                         " buffer.keep_payloads = 'all', or replay from a later cut"
                     )
-                self._places[group, attempt] = (Place(*where), shared_with(db, sampled, self.line))
+                self._places[group, attempt] = (Place(*where), sampled)
                 floor = Version(self.line, max(step - max_age, 0))
                 steps.setdefault(step, []).append(Chosen(group, attempt, floor))
         self._takes = [Take(step=step, groups=tuple(chosen)) for step, chosen in steps.items()]
@@ -56,8 +62,28 @@ class Recorded:
 
     async def fetch(self, chosen: tuple[Chosen, ...]) -> list[Group]:
         """Payloads of recorded groups, in that order. Raises PayloadError when one was damaged."""
-        found = [self._places[each.group, each.attempt] for each in chosen]
-        return [on_line(read_group(self._folder, place), self.line, shared) for place, shared in found]
+        return [on_line(group, self.line, self._shared[sampled]) for group, sampled in self._read(chosen)]
+
+    async def as_sampled(self, chosen: tuple[Chosen, ...]) -> list[Group]:
+        """The same, with every version that the surviving history has too named as of the newest line.
+
+        Versions of other lines are those that nobody can train again. Raises PayloadError.
+        """
+        return [self._named(group) for group, _ in self._read(chosen)]
+
+    def _read(self, chosen: tuple[Chosen, ...]) -> Iterator[tuple[Group, int]]:
+        for each in chosen:
+            place, sampled = self._places[each.group, each.attempt]
+            yield read_group(self._folder, place), sampled
+
+    def _named(self, group: Group) -> Group:
+        def named(span: Span) -> Span:
+            line, n = span.version.line, span.version.n
+            return Span(Version(self.line if n <= self._shared[line] else line, n), span.start, span.end)
+
+        replace = msgspec.structs.replace
+        episodes = (replace(episode, spans=tuple(map(named, episode.spans))) for episode in group.episodes)
+        return replace(group, ticket=replace(group.ticket, line=self.line), episodes=tuple(episodes))
 
 
 def make_recorded(host: Host, *, folder: str, line: int, first_step: int, max_age: int) -> Recorded:

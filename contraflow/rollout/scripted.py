@@ -63,8 +63,8 @@ class ScriptedEngine:
         draft = self._flying[request.id] = _Draft()
         self._fed += len(request.prompt) - 1
         try:
+            await asyncio.sleep(0)  # before the script is asked: who answers is who says the first token
             answer = [int(token) for token in self._answer(request)]
-            await asyncio.sleep(0)
             stop = await self._speak(request, draft, answer)
         finally:
             del self._flying[request.id]
