@@ -30,6 +30,20 @@ class RewardError(ContraflowError):
     """A reward raised or gave a number that is not finite; costs one episode."""
 
 
+class JudgeError(RewardError):
+    """A judging model gave no score; costs one episode.
+
+    Attributes: `judge` its address, `kind` how: "busy" (429, 5xx), "unreachable" (no connection, or it broke), "late"
+    (no verdict by a deadline), "refused" (it said no, for good), "malformed" (no score in what it said); `text` more.
+    """
+
+    def __init__(self, judge: str, kind: str, text: str) -> None:
+        super().__init__(f"judge {judge} {kind}: {text}")
+        self.judge = judge
+        self.kind = kind
+        self.text = text
+
+
 class EngineError(ContraflowError):
     """An engine could not answer a request, such as a prompt longer than its context."""
 

@@ -134,7 +134,13 @@ def choices_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str
 def test_every_setting_is_explained_with_its_default() -> None:
     page = (ROOT / "docs/settings.md").read_text(encoding="utf-8")
     sections = Recipe().model_dump(mode="json")
-    for name, nested in (("engine", "parallel"), ("engine", "launch"), ("engine", "server"), ("train", "parallel")):
+    for name, nested in (
+        ("engine", "parallel"),
+        ("engine", "launch"),
+        ("engine", "server"),
+        ("train", "parallel"),
+        ("reward", "judge"),
+    ):
         sections[f"{name}.{nested}"] = sections[name].pop(nested)
     for name, section in sections.items():
         for key, value in section.items():

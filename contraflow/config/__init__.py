@@ -6,6 +6,7 @@ and the nearest name. Does not import torch, start anything, or derive one secti
 
 from contraflow.config.base import Compute, Section
 from contraflow.config.engine import Engine, Parallel
+from contraflow.config.judge import Judge
 from contraflow.config.launch import Launch
 from contraflow.config.loss import Loss
 from contraflow.config.reading import check_recipe, check_section, load_recipe, load_sft_recipe, recipe_toml
@@ -18,6 +19,7 @@ __all__ = [
     "Compute",
     "Engine",
     "Env",
+    "Judge",
     "Launch",
     "Loss",
     "Model",

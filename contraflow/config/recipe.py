@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from contraflow.config.base import Compute, Count, Decay, Device, Seconds, Section, Share
 from contraflow.config.engine import Engine, Parallel
+from contraflow.config.judge import Judge
 from contraflow.config.loss import Loss
 
 
@@ -42,7 +43,8 @@ class Env(Section):
 class Reward(Section):
     """Named parts and their weights; the reward of an episode is the weighted sum."""
 
-    parts: dict[str, float] = {"correct": 1.0}  # correct, format, partial, score, tool, or your own
+    parts: dict[str, float] = {"correct": 1.0}  # correct, format, judge, partial, score, tool, or your own
+    judge: Judge = Judge()  # who is asked by the part `judge`
 
 
 class Rollout(Section):
@@ -238,5 +240,15 @@ class Recipe(Section):
             raise ValueError(
                 f"buffer.no_signal = 'drop' with loss.advantages = {self.loss.advantages!r}: groups whose episodes all"
                 " earned the same teach it too; use buffer.no_signal = 'keep'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _judges_have_time(self) -> Self:
+        judge_s, step_s = self.reward.judge.deadline_s, self.env.step_deadline_s
+        if "judge" in self.reward.parts and step_s < judge_s:
+            raise ValueError(
+                f"env.step_deadline_s = {step_s:g} with reward.judge.deadline_s = {judge_s:g}: rewards are given up"
+                " after env.step_deadline_s, so a judge would be cut off; raise the one or lower the other"
             )
         return self

@@ -1,10 +1,14 @@
 """The reward parts a recipe can name."""
 
+import os
+import time
 from collections.abc import Mapping
 
+from contraflow.config import Judge
 from contraflow.errors import ConfigError
 from contraflow.named import find
 from contraflow.rewards.base import Part
+from contraflow.rewards.judge import open_judge
 from contraflow.rewards.mix import Mix
 from contraflow.rewards.rules import correct, partial, score, tool, well_formed
 
@@ -17,13 +21,18 @@ PARTS: dict[str, Part] = {
 }
 
 
-def make_mix(weights: Mapping[str, float]) -> Mix:
-    """The weighted parts a recipe names: each one of `PARTS`, or the user's own `module:PART` or `file.py:PART`.
+def make_mix(weights: Mapping[str, float], *, judge: Judge | None = None) -> Mix:
+    """The weighted parts a recipe names: each one of `PARTS`, `judge`, or the user's own `module:PART` or
+    `file.py:PART`.
 
-    `correct` is always measured; unless named it weighs nothing.
+    `judge` says whom the part of that name asks; its key is read from the environment here. `correct` is always
+    measured; unless named it weighs nothing.
     Raises: ConfigError for an unknown part, one that is no function, a weight that is not finite, or all of them 0.
     """
-    parts = {name: find(name, PARTS, what="reward part") for name in weights}
+    known = dict(PARTS)
+    if "judge" in weights:
+        known["judge"] = open_judge(judge or Judge(), os.environ, time.monotonic)
+    parts = {name: find(name, known, what="reward part") for name in weights}
     for name, part in parts.items():
         if not callable(part):
             raise ConfigError(f"reward part {name!r} is a {type(part).__name__}; it has to be a function")

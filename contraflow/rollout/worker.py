@@ -303,7 +303,7 @@ def make_rollout_worker(  # noqa: PLR0913 - the sections of a recipe that are th
     """
     guard = make_guard(
         make_env(env.name, env.options),
-        make_mix(reward.parts),
+        make_mix(reward.parts, judge=reward.judge),
         deadline_s=env.step_deadline_s,
         context_tokens=engine.context_tokens,
     )

@@ -103,6 +103,8 @@ class Drill:
             raise errors.RemoteError("somebody", "do", type="OSError", text=text)
         if kind == "ServerError":
             raise errors.ServerError("somewhere", "late", text)
+        if kind == "JudgeError":
+            raise errors.JudgeError("somewhere", "late", text)
         raise getattr(errors, kind, ValueError)(text)
 
     async def nonsense(self) -> int:

@@ -18,6 +18,7 @@ def test_every_class_of_the_package_keeps_its_type_and_text() -> None:
         errors.RemoteError: RemoteError("w", "m", type="T", text="t", traceback="tb"),
         errors.WorkerDied: errors.WorkerDied("w", "gone"),
         errors.DeadlineExceeded: DeadlineExceeded("o", "c", 2.5),
+        errors.JudgeError: errors.JudgeError("http://j", "late", "some text"),
         errors.ServerError: errors.ServerError("http://s", "late", "some text"),
     }
     for kind in kinds:
