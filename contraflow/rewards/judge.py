@@ -131,8 +131,8 @@ class Verdicts:
         kind = HTTPSConnection if place.scheme == "https" else HTTPConnection
         link = kind(place.hostname or "", place.port, timeout=self._left(until))
         try:
-            body = {"model": section.model, "messages": [{"role": "user", "content": question}]}
-            body |= {"temperature": 0, "max_tokens": section.max_tokens}
+            body: dict[str, Any] = {"model": section.model, "temperature": 0, "max_tokens": section.max_tokens}
+            body |= {"messages": [{"role": "user", "content": question}]}
             headers = {"Content-Type": "application/json"}
             if self._key:
                 headers["Authorization"] = f"Bearer {self._key}"
