@@ -163,6 +163,46 @@ def sft(
         typer.echo(line)
 
 
+@app.command(name="eval")
+def evaluate(
+    model: Annotated[Path, typer.Argument(help="a model folder, builtin:NAME, or a run's folder", show_default=False)],
+    recipe: Annotated[
+        Path | None, typer.Option(help="what is asked and how it is scored; the run's own if not given")
+    ] = None,
+    against: Annotated[Path | None, typer.Option(help="compare with this model or run, task by task")] = None,
+    tasks: Annotated[int, typer.Option(help="how many")] = 256,
+    samples: Annotated[int, typer.Option(help="answers to each")] = 1,
+    k: Annotated[str, typer.Option("--k", help="pass@k for these; 1 and --samples if not given")] = "",
+    temperature: Annotated[float | None, typer.Option(help="0: greedy; if not given, 0 for 1 sample, else 1")] = None,
+    train: Annotated[bool, typer.Option("--train", help="tasks of the train split instead of held-out ones")] = False,
+    seed: Annotated[int, typer.Option(help="of the sampling and of the intervals")] = 0,
+    out: Annotated[Path | None, typer.Option(help="keep everything here, task by task, as JSON")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """How good a model is at a recipe's tasks: pass@k, mean reward and its parts, each with a 95 % interval."""
+    import msgspec
+
+    from contraflow.config import load_recipe
+    from contraflow.errors import ConfigError
+    from contraflow.rollout.evaluate import Subject, find_model
+    from contraflow.rollout.evaluate import evaluate as examine_all
+    from contraflow.rollout.examine import Exam
+
+    if recipe is None and not (model / "recipe.toml").is_file():
+        raise ConfigError(f"{model} is not the folder of a run: say by --recipe what to ask")
+    settings = load_recipe(recipe or model / "recipe.toml", overrides or [])
+    heat = (0.0 if samples == 1 else 1.0) if temperature is None else temperature
+    exam = Exam(count=tasks, samples=samples, temperature=heat, split="train" if train else "test", seed=seed)
+    folders = [find_model(place) for place in (against, model) if place is not None]
+    with typer.progressbar(length=tasks * samples * len(folders), file=sys.stderr, label="answers") as bar:
+        subjects = [Subject(folder, time.monotonic, bar.update) for folder in folders]
+        found = examine_all(settings, exam, _counts(k) or sorted({1, samples}), subjects)
+    typer.echo("\n".join(found.lines()))
+    if out is not None:
+        out.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+        typer.echo(f"wrote {out}")
+
+
 @app.command()
 def upcycle(
     dense: Annotated[Path, typer.Argument(help="a dense Hugging Face folder (Qwen3 or Llama kind)")],

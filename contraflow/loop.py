@@ -64,6 +64,9 @@ class Loop:
         self.saver = Saver(system, recipe)
         self._leaving: set[str] = set()
         self.changed = asyncio.Condition()  # guards newest and served
+        self._synchronous = recipe.buffer.max_age == 0
+        looks_first = self._synchronous and recipe.run.eval_tasks > 0  # then groups wait for a look as well
+        self._patience_s = recipe.run.stall_s * (2 if looks_first else 1)
 
     def stop(self) -> None:
         """Finish the step that is running, save, and end: what Ctrl-C asks for."""
@@ -88,7 +91,9 @@ class Loop:
 
     async def ask(self) -> None:
         """Consumes free tickets, produces admitted groups."""
-        stall_s = self.recipe.run.stall_s
+        stall_s = self._patience_s
+        if self._synchronous:  # groups start alike at every version, the first too
+            await self._until(lambda: bool(self.served), "ask", "a first version to be served", stall_s)
         again = await self.system.buffer.call(CALL_S, Buffer.steps_due)
         wait_s = stall_s + again * self.recipe.train.step_deadline_s  # tickets are out until steps are done again
         while True:
@@ -99,7 +104,8 @@ class Loop:
         """Consumes admitted groups, produces ready ones in the buffer, by way of worker `name`."""
         worker, playing = self.system.rollouts[name], self._playing[name]
         while name not in self._leaving:
-            await self._until(lambda: self._fresh(name), f"play on {name}", "its engine to serve the newest version")
+            cause = "its engine to serve the newest version"
+            await self._until(lambda: self._fresh(name), f"play on {name}", cause, self._patience_s)
             ticket = await self._admitted.get()
             playing[ticket.group] = ticket
             deadline_s = self.recipe.rollout.group_deadline_s + GRACE_S  # the worker's own comes first
@@ -167,15 +173,19 @@ class Loop:
                 raise CarrierError(f"{name} refused version {manifest.version}: {report.reason}")
             if report.differs:
                 self.progress.note = f"{name}: {report.differs}"
+            due = self._look_due(name, manifest.version.n)
+            if due and self._synchronous:  # it repeats bit for bit: no group may share the engine with a look
+                await self.look(name)
             await self.system.buffer.call(CALL_S, Buffer.served, manifest.version)
             await self._note(served=(name, manifest.version))
-            if self._look_due(name, manifest.version.n):
+            if due and not self._synchronous:
                 await self.look(name)
 
     async def look(self, name: str) -> None:
-        """Held-out accuracy of the version that `name` serves: greedy, the same tasks every time."""
-        section = self.recipe.run
-        report = await self.system.rollouts[name].call(section.stall_s, RolloutWorker.evaluate, 0, section.eval_tasks)
+        """Held-out accuracy of the version that `name` serves, which stays the same; the same tasks every time."""
+        run = self.recipe.run
+        asked = (0, run.eval_tasks, run.eval_samples, run.eval_temperature)
+        report = await self.system.rollouts[name].call(run.stall_s, RolloutWorker.evaluate, *asked)
         self._record("eval", **msgspec.to_builtins(report))
         self.progress.accuracy = report.accuracy
         self.progress.accuracies.append(report.accuracy)
@@ -270,7 +280,7 @@ class Loop:
                 raise
 
     async def _take(self, step: int) -> Take:
-        wait_s = self.recipe.run.stall_s
+        wait_s = self._patience_s
         return await self.system.buffer.call(wait_s + GRACE_S, Buffer.take, step, wait_s)
 
     async def _train(self, take: Take) -> StepReport:

@@ -17,6 +17,8 @@ class Run(Section):
     steps: Count = 100  # in all, those before a resume included
     eval_every: Count = 10  # steps between looks at held-out tasks
     eval_tasks: Annotated[int, Field(ge=0)] = 256  # 0: never look
+    eval_samples: Count = 1  # answers to each of them; with several, pass@k is told too
+    eval_temperature: Annotated[float, Field(ge=0)] = 0.0  # of these answers; 0 is greedy, which wants 1 sample
     stop_at_accuracy: Share = 0.0  # end early once held-out accuracy reaches it; 0: never
     keep_episodes: Annotated[int, Field(ge=0)] = 4  # groups a step written to episodes.jsonl for the report
     stall_s: Seconds = 120.0  # no wait in the loop may last longer; then the run stops and says who waited for what
@@ -91,13 +93,6 @@ class Train(Section):
     clip_norm: Annotated[float, Field(gt=0)] = 1.0  # of the whole gradient
     device: Device = "cpu"  # cpu, cuda or cuda:N: rank r takes GPU N + r
     compute: Compute = "float32"  # of forward and backward pass; weights, router, head and optimizer stay float32
-    routing: Literal["own", "r2", "r3"] = (
-        "own"  # whose experts: its routers', r2 those of a step's first pass, r3 those the engine recorded
-    )
-    missing_routes: Literal["own", "drop", "refuse"] = (
-        "own"  # r3 where an engine gave none: the router's own, sample left out, run ended
-    )
-    freeze_router: bool = False  # routers stay as they are; what they are given still changes
     compile: Literal["none", "blocks"] = "none"  # blocks: what lies between matmuls; pays on a GPU with many tokens
     offload: Literal["none", "optimizer", "all"] = "none"  # to the host between steps: its moments, or weights too
     checkpoint_every: Count = 20  # steps between cuts
@@ -201,15 +196,6 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _replayed_routes_are_recorded(self) -> Self:
-        if self.train.routing == "r3" and not self.engine.routes:
-            raise ValueError(
-                "train.routing = 'r3' with engine.routes = false: no experts would come with the samples; set"
-                " engine.routes = true, or use 'r2', which needs none"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _float8_leaves_from_one_rank(self) -> Self:
         ranks, carrier = self.train.parallel.ranks, self.weights.carrier
         if self.weights.dtype == "float8" and (ranks > 1 or carrier not in ("memory", "blob")):
@@ -241,6 +227,15 @@ class Recipe(Section):
                 f"weights.carrier = {self.weights.carrier!r} brings each rank its part: "
                 + "; ".join(wrong)
                 + "; or use another carrier"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _greedy_answers_are_all_the_same(self) -> Self:
+        if self.run.eval_samples > 1 and self.run.eval_temperature == 0:
+            raise ValueError(
+                f"run.eval_samples = {self.run.eval_samples} with run.eval_temperature = 0: greedy answers to a task"
+                " are all the same; use 1 sample, or a temperature above 0"
             )
         return self
 

@@ -34,15 +34,19 @@ class Drained(msgspec.Struct, frozen=True):
 
 
 class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out tasks answered greedily. A failed episode counts as a wrong answer."""
+    """Held-out tasks, answered `samples` times each by one version. A failed episode counts as a wrong answer."""
 
-    version: Version  # the oldest that sampled a token
+    version: Version
     first: int
-    count: int
-    failed: int
+    count: int  # of tasks
+    failed: int  # of episodes
     accuracy: float  # mean of the part `correct`
     reward: float  # mean over all tasks, as are the parts
     parts: dict[str, float]
+    samples: int = 1
+    temperature: float = 0.0  # 0 is greedy
+    passed: dict[int, float] = {}  # pass@k by k
+    intervals: dict[str, tuple[float, float]] = {}  # of reward, parts and pass@k: 95 %, bootstrap over tasks
 
 
 class RolloutReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,21 +71,6 @@ def summarise(group: Group) -> GroupSummary:
         lengths=tuple(int(episode.trained.sum()) for episode in whole),
         tokens=sum(int(episode.trained.sum()) for episode in group.episodes),
         stops=count_stops(group.episodes),
-    )
-
-
-def judge(episodes: Sequence[Episode], *, first: int, serving: Version) -> EvalReport:
-    """The report of held-out episodes; `serving` is what was served when they began."""
-    names = sorted({name for episode in episodes for name in episode.parts})
-    parts = {name: _mean([episode.parts.get(name, 0.0) for episode in episodes]) for name in names}
-    return EvalReport(
-        version=min((span.version for episode in episodes for span in episode.spans), default=serving),
-        first=first,
-        count=len(episodes),
-        failed=sum(episode.failed for episode in episodes),
-        accuracy=parts.get("correct", 0.0),
-        reward=_mean([episode.reward for episode in episodes]),
-        parts=parts,
     )
 
 

@@ -5,7 +5,6 @@ Knows tokens, versions and rewards; no algorithm, no trainer. Whatever breaks in
 """
 
 import asyncio
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,15 +21,16 @@ from contraflow.errors import EngineError, RewardError, TaskError
 from contraflow.model.tokenizer import Tokenizer
 from contraflow.rewards.registry import make_mix
 from contraflow.rollout.episode import Limits, Stage, broken_episode, play
+from contraflow.rollout.examine import Exam, examine, judge
 from contraflow.rollout.guard import make_guard
 from contraflow.rollout.open_engine import open_engine, open_served_engine
 from contraflow.rollout.pupil import Pupil
 from contraflow.rollout.refresh import ChunkFetcher, Refresher, RefreshReport
-from contraflow.rollout.report import Drained, EvalReport, GroupSummary, RolloutReport, count_stops, judge, summarise
+from contraflow.rollout.report import Drained, EvalReport, GroupSummary, RolloutReport, count_stops, summarise
 from contraflow.rollout.shift import Shift, Shifts
 from contraflow.runtime.base import Address, Host, Ref, Rendezvous
 from contraflow.telemetry import Account, Clock
-from contraflow.types import Episode, Group, Manifest, StopReason, Task, Ticket, Version
+from contraflow.types import Group, Manifest, StopReason, Task, Ticket, Version
 from contraflow.weights import open_carrier
 
 _BUFFER_S = 30.0  # deadline of a call to the buffer, which answers at once unless its disk is stuck
@@ -83,6 +83,7 @@ class RolloutWorker:
         self._shifts = Shifts()
         self._groups = self._barren = 0
         self._looks = 0
+        self._steady = asyncio.Lock()  # held by whoever needs the version to stay, or changes it
         self._stops: Counter[str] = Counter()
 
     async def run_group(self, ticket: Ticket) -> GroupSummary:
@@ -122,20 +123,26 @@ class RolloutWorker:
         with self._doing("drain"):
             return await self._shifts.leave(grace_s)
 
-    async def evaluate(self, first: int, count: int) -> EvalReport:
-        """Answer test tasks `first` ... `first + count - 1` once each, greedily. Raises: EngineError."""
-        with self._doing("evaluate"):
-            version = self._serving()
-            self._looks += 1
-            limits = msgspec.structs.replace(self._stage.limits, temperature=0.0, routes=False)
-            stage = dataclasses.replace(self._stage, limits=limits)
-            turns = asyncio.Semaphore(self._rollout.concurrency * self._rollout.episodes)
-            async with asyncio.TaskGroup() as tasks:
-                looks = [
-                    tasks.create_task(self._look(index, stage, turns, key=f"look-{self._looks}/{index}"))
-                    for index in range(first, first + count)
-                ]
-            return judge([look.result() for look in looks], first=first, serving=version)
+    async def evaluate(self, first: int, count: int, samples: int = 1, temperature: float = 0.0) -> EvalReport:
+        """Answer test tasks `first` ... `first + count - 1`, greedily once each, or sampled `samples` times.
+
+        One version answers all of them: a refresh that comes meanwhile waits. Raises: EngineError.
+        """
+        async with self._steady:
+            with self._doing("evaluate"):
+                version = self._serving()
+                self._looks += 1
+                at_once = self._rollout.concurrency * self._rollout.episodes
+                exam = Exam(
+                    first=first,
+                    count=count,
+                    samples=samples,
+                    temperature=temperature,
+                    seed=self._seed,
+                    at_once=at_once,
+                )
+                answers = await examine(exam, self._stage, key=f"look-{self._looks}", told=self._told)
+                return judge(answers, exam, serving=version)
 
     async def lead(self, mates: tuple[Address, ...]) -> None:
         """Learn where the other ranks of this worker's engine answer: before the first `refresh`."""
@@ -144,8 +151,9 @@ class RolloutWorker:
 
     async def refresh(self, manifest: Manifest) -> RefreshReport:
         """Bring the engine to a version. Raises: CarrierError, DeadlineExceeded; it then serves what it served."""
-        with self._doing("refresh"):
-            return await self._refresher.refresh(manifest)
+        async with self._steady:
+            with self._doing("refresh"):
+                return await self._refresher.refresh(manifest)
 
     async def rest(self) -> int:
         """Leave the device to the trainer until `wake`; gives the bytes freed. What is asked meanwhile waits."""
@@ -244,16 +252,6 @@ class RolloutWorker:
                     playing = play(task, self._stage, key=f"{key}/{place}", group=key, seed=seed)
                     shift.places.append((seed, tasks.create_task(playing)))
         return Group(ticket=ticket, task=task, episodes=tuple(playing.result() for _, playing in shift.places))
-
-    async def _look(self, index: int, stage: Stage, turns: asyncio.Semaphore, *, key: str) -> Episode:
-        seed = derive_seed(self._seed, "look", index)
-        async with turns:
-            try:
-                task = await stage.guard.task("test", index)
-            except TaskError as fault:
-                return broken_episode(seed, fault)
-            with self._told(key, task):
-                return await play(task, stage, key=key, group=key, seed=seed)
 
     @contextmanager
     def _told(self, group: str, task: Task) -> Iterator[None]:

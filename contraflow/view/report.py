@@ -81,7 +81,6 @@ def _learning(steps: Sequence[Record], looks: Sequence[Record]) -> list[str]:
     parts = sorted({part for step in steps for part in step["parts"]})
     rewards = {"reward": _by_step(steps, "reward")}
     rewards |= {f"part: {part}": [(s["step"] + 1, s["parts"].get(part, 0.0)) for s in steps] for part in parts}
-    accuracy = {"accuracy": [(look["version"]["n"], look["accuracy"]) for look in looks if look["version"]]}
     ages = {"mean": _by_step(steps, "age_mean"), "max": _by_step(steps, "age_max")}
     health = {
         "entropy (nats)": _by_step(steps, "entropy"),
@@ -92,8 +91,8 @@ def _learning(steps: Sequence[Record], looks: Sequence[Record]) -> list[str]:
         _card("Reward of trained groups", curves(rewards, unit="by step", low=0.0, high=1.0)),
         _card(
             "Held-out accuracy",
-            curves(accuracy, unit="by version", low=0.0, high=1.0),
-            "Greedy answers to tasks that are never trained on.",
+            curves(_accuracy(looks), unit="by version", low=0.0, high=1.0),
+            f"{_asked(looks)} to tasks that are never trained on; 95 %: bootstrap over tasks.",
         ),
         _card(
             "Age of trained tokens",
@@ -103,6 +102,31 @@ def _learning(steps: Sequence[Record], looks: Sequence[Record]) -> list[str]:
         _card("Policy health", curves(health, unit="by step", low=0.0)),
         _card("Gradient norm before clipping", curves({"norm": _by_step(steps, "grad_norm")}, unit="by step", low=0.0)),
     ]
+
+
+def _accuracy(looks: Sequence[Record]) -> dict[str, Points]:
+    """Held-out accuracy with its interval, and pass@k of the most samples, if there are several."""
+    looks = [look for look in looks if look["version"]]
+    found: dict[str, Points] = {"accuracy": [(look["version"]["n"], look["accuracy"]) for look in looks]}
+    for place, name in enumerate(("95 % from", "95 % to")):
+        ends = [
+            (look["version"]["n"], look["intervals"]["correct"][place])
+            for look in looks
+            if "correct" in look.get("intervals", {})
+        ]
+        found |= {name: ends} if ends else {}
+    most = max((look.get("samples", 1) for look in looks), default=1)
+    if most > 1:
+        passed = [(k["version"]["n"], k["passed"][str(most)]) for k in looks if str(most) in k.get("passed", {})]
+        found[f"pass@{most}"] = passed
+    return found
+
+
+def _asked(looks: Sequence[Record]) -> str:
+    last = looks[-1] if looks else {}
+    if not last.get("temperature"):
+        return "Greedy answers"
+    return f"{last['samples']} answers each, sampled at temperature {last['temperature']:g},"
 
 
 def _system(steps: Sequence[Record], by_kind: Mapping[str, Sequence[Record]]) -> list[str]:
@@ -134,28 +158,12 @@ def _system(steps: Sequence[Record], by_kind: Mapping[str, Sequence[Record]]) ->
             heat(_loads(steps), row_name="layer", column_name="expert"),
             "Tokens per expert over the last quarter of the steps, 1.00 being an even share.",
         ),
-        *_routing(steps),
         *_placement(pools),
         *_forms(pools),
         _card("Groups", _table(pools[-1]["groups"] if pools else {})),
         *_lengths(by_kind.get("lengths", [])),
         _card("What went wrong", _troubles(by_kind)),
     ]
-
-
-def _routing(steps: Sequence[Record]) -> list[str]:
-    """How far replayed experts are from the router's own choice; nothing where none were replayed or lacking."""
-    replayed = [step for step in steps if step.get("replayed_tokens")]
-    missing, dropped = (sum(step.get(key, 0) for step in steps) for key in ("routes_missing", "routes_dropped"))
-    if not replayed and not missing:
-        return []
-    layers = range(len(replayed[0]["routes_differ"]) if replayed else 0)
-    differ = {f"MoE layer {m}": [(step["step"] + 1, step["routes_differ"][m]) for step in replayed] for m in layers}
-    note = (
-        "Share of replayed tokens that the trainer's own router would have sent to another set of experts."
-        f" Without recorded experts: {missing} tokens; samples left out for it: {dropped}."
-    )
-    return [_card("Routing replay", curves(differ, unit="by step", low=0.0), note)]
 
 
 def _placement(pools: Sequence[Record]) -> list[str]:

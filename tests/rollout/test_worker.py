@@ -465,3 +465,18 @@ def test_a_worker_told_to_leave_finishes_what_it_can_and_hands_back_the_rest(run
     assert (drained.handed_back, drained.finished) == (given_up + unbegun, 5 - given_up - unbegun)
     assert counts.ready == drained.finished
     assert late.lagging
+
+
+def test_a_refresh_waits_until_an_evaluation_has_its_answers(run):
+    async def scene(bench):
+        await bench.refresh(0)
+        looking = asyncio.ensure_future(bench.worker.call(CALL_S, RolloutWorker.evaluate, 0, 40, 2, 1.0))
+        await asyncio.sleep(0)
+        refreshing = asyncio.ensure_future(bench.refresh(40))
+        return await looking, await refreshing, await bench.worker.call(CALL_S, RolloutWorker.evaluate, 0, 40)
+
+    first, refreshed, last = run(scene)
+    assert refreshed.served
+    assert (first.version, last.version) == (Version(0, 0), Version(0, 40))
+    assert (first.samples, first.passed[2] >= first.passed[1]) == (2, True)
+    assert last.accuracy > 0.9 > first.accuracy

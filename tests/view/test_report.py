@@ -138,19 +138,6 @@ def test_placing_experts_is_told_where_it_was_done() -> None:
     assert "Placement of experts" not in page("r", "", records, [])
 
 
-def test_replayed_experts_are_told_where_there_were_any() -> None:
-    records = run_records()
-    assert "Routing replay" not in page("r", "", records, [])
-    told = {"replayed_tokens": 90, "routes_differ": (0.25, 0.5), "routes_missing": 3, "routes_dropped": 1}
-    steps = [step_record(step, **told) for step in range(2)]
-    made = page("r", "", [*steps, *records], [])
-    assert "Routing replay" in made
-    assert "MoE layer 1" in made
-    assert "Without recorded experts: 6 tokens; samples left out for it: 2." in made
-    alone = page("r", "", [step_record(0, routes_missing=7, replayed_tokens=0)], [])  # nothing came with experts
-    assert "Without recorded experts: 7 tokens" in alone
-
-
 def test_a_run_that_wrote_nothing_yet_has_a_page() -> None:
     assert "nothing recorded" in page("run", "", [], [])
 
@@ -200,3 +187,17 @@ def test_bars_fill_their_row() -> None:
 def test_empty_drawings_say_so() -> None:
     for text in (curves({}), shares({}), heat([], row_name="layer", column_name="expert")):
         assert "nothing recorded" in text
+
+
+def test_looks_are_told_with_their_intervals_and_pass_at_k() -> None:
+    looks = [
+        {
+            "kind": "eval", "at": 20.0 + n, "version": {"line": 1, "n": n}, "accuracy": 0.3, "count": 64, "samples": 4,
+            "temperature": 0.7, "passed": {"1": 0.3, "4": 0.6}, "intervals": {"correct": [0.2, 0.4]},
+        }
+        for n in (10, 20)
+    ]  # fmt: skip
+    text = page("run", "", [*run_records(), *looks], [])
+    for told in ("95 % from", "95 % to", "pass@4", "4 answers each, sampled at temperature 0.7,"):
+        assert told in text
+    assert "95 % from" not in page("run", "", run_records(), [])
