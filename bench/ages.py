@@ -1,6 +1,6 @@
 """How old may samples be? Age bounds from 0 to 8, with and without corrections: where learning breaks, what mends it.
 
-    python -m bench.ages [WAY ...] [--seeds 3] [--ages 0 1 2 4 8] [--rate 2e-3]
+    python -m bench.ages [WAY ...] [--seeds 3] [--ages 0 1 2 4 8] [--rate 1e-3]
 
 Groups are few to a step and the learning rate is high, so that the policy moves far from one version to the next; the
 window holds a group until it is as old as it may be. Runs of other ways that are in the results already are kept.
@@ -20,6 +20,8 @@ WAYS: dict[str, Settings] = {
     "tis": {"loss.surrogate": '"reinforce"', "loss.corrections": "{tis = [0.0, 2.0]}"},
     "icepop": {"loss.surrogate": '"reinforce"', "loss.corrections": "{icepop = [0.5, 2.0]}"},
     "ppo": {},
+    "geometric": {"loss.corrections": "{geometric_mask = [0.8, 1.25]}"},
+    "gspo": {"loss.surrogate": '"gspo"', "loss.clip_low": "0.1", "loss.clip_high": "0.1"},
 }
 
 
@@ -28,7 +30,7 @@ def main() -> None:
     parser.add_argument("ways", nargs="*", default=list(WAYS), help=f"of {', '.join(WAYS)}")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ages", type=int, nargs="+", default=[0, 1, 2, 4, 8])
-    parser.add_argument("--rate", default="2e-3")
+    parser.add_argument("--rate", default="1e-3")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     options = parser.parse_args()
     runs = [run for run in kept() if run.name.split(" ")[0] not in options.ways]

@@ -23,7 +23,7 @@ ALGORITHMS: dict[str, Settings] = {
         "loss.reduction": '"constant"',
         "loss.constant_tokens": "4",
     },
-    "rloo": {"loss.advantages": '"rloo"', "loss.surrogate": '"reinforce"', "loss.corrections": "{tis = [0.0, 2.0]}"},
+    "rloo": {"loss.advantages": '"rloo"'},
     "reinforce++": {"loss.advantages": '"reinforce++"'},
     "gspo": {
         "loss.surrogate": '"gspo"',
