@@ -97,6 +97,10 @@ class TrainingError(ContraflowError):
     """A training step gave a loss or gradient that is not finite; the step was not applied."""
 
 
+class RoutesError(TrainingError):
+    """Experts that an engine recorded cannot be taken again: of another model, of another length, or not there."""
+
+
 class LedgerError(ContraflowError):
     """The record of what happened to each group cannot be read or written, or a request contradicts it."""
 

@@ -164,7 +164,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     behaviour: Float32  # [L]
     advantages: Float32  # [L]
     versions: Int32  # [L]
-    routes: Routes | None = None
+    routes: Routes | None = None  # [L - 1, M, K], experts of the fed tokens; None: the router chooses
+    routed: Bool | None = None  # [L - 1], where they are known and shall be taken
     truncated: bool = False  # the budget ended it, not the model or the environment
     proximal: Float32 | None = None  # [L], log-probabilities of the policy at the step's start
     reference: Float32 | None = None  # [L], of the frozen reference
@@ -187,7 +188,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     advantages: Float32  # [T]
     weights: Float32  # [T]
     versions: Int32  # [T]
-    routes: Routes | None = None
+    routes: Routes | None = None  # [T - S, M, K], of the fed tokens: all but each sequence's last
+    routed: Bool | None = None  # [T - S]
     proximal: Float32 | None = None  # [T], and so on: as in `Sample`, None unless every sample has it
     reference: Float32 | None = None
     values: Float32 | None = None

@@ -93,6 +93,13 @@ class Train(Section):
     clip_norm: Annotated[float, Field(gt=0)] = 1.0  # of the whole gradient
     device: Device = "cpu"  # cpu, cuda or cuda:N: rank r takes GPU N + r
     compute: Compute = "float32"  # of forward and backward pass; weights, router, head and optimizer stay float32
+    routing: Literal["own", "r2", "r3"] = (
+        "own"  # whose experts: its routers', r2 those of a step's first pass, r3 those the engine recorded
+    )
+    missing_routes: Literal["own", "drop", "refuse"] = (
+        "own"  # r3 where an engine gave none: the router's own, sample left out, run ended
+    )
+    freeze_router: bool = False  # routers stay as they are; what they are given still changes
     compile: Literal["none", "blocks"] = "none"  # blocks: what lies between matmuls; pays on a GPU with many tokens
     offload: Literal["none", "optimizer", "all"] = "none"  # to the host between steps: its moments, or weights too
     checkpoint_every: Count = 20  # steps between cuts
@@ -192,6 +199,15 @@ class Recipe(Section):
                 f"weights.dtype = {self.weights.dtype!r} with engine.compute = 'float32': the engine would compute with"
                 " rounded weights and fail the proof of every version; use engine.compute = 'bfloat16', or send"
                 " 'float32'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _replayed_routes_are_recorded(self) -> Self:
+        if self.train.routing == "r3" and not self.engine.routes:
+            raise ValueError(
+                "train.routing = 'r3' with engine.routes = false: no experts would come with the samples; set"
+                " engine.routes = true, or use 'r2', which needs none"
             )
         return self
 

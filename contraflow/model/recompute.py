@@ -5,6 +5,8 @@ second, so that a dispatch is repeated with the very same counts: rounding or no
 ranks that exchange must not disagree on how much. Does not keep a layer's intermediate results.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,9 +22,16 @@ class Replay:
         self._tape = tape
         self._ids_TK: Tensor | None = None
 
-    def chosen(self) -> Tensor | None:
-        """See `Tape.chosen`."""
-        return self._ids_TK
+    @property
+    def free(self) -> bool:
+        """See `Tape.free`."""
+        return self._ids_TK is None and (self._tape is None or self._tape.free)
+
+    def take(self, choose: Callable[[], Tensor]) -> Tensor:
+        """See `Tape.take`."""
+        if self._ids_TK is not None:
+            return self._ids_TK
+        return choose() if self._tape is None else self._tape.take(choose)
 
     def record(self, ids_TK: Tensor, logits_TE: Tensor) -> None:
         """See `Tape.record`."""

@@ -1,12 +1,14 @@
 """Which experts a token goes to, and a tape that remembers it.
 
 The router is a softmax over experts in fp32, its top K kept, renormalised or not; `sigmoid_router` is another. The tape
-records a forward pass and computes nothing until asked. Neither moves tokens (`dispatch/` does).
+records a forward pass, and may hold the experts that it shall take (routing replay, arXiv 2510.11370): weights are then
+the router's own of those experts, and gradients reach it. Neither moves tokens (`dispatch/` does).
 
 Shape letters: T tokens, D width, E experts, K experts per token, M MoE layers.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +19,32 @@ from contraflow.model.kinds import FAMILIES
 from contraflow.model.ops import cast, kernels_serve, linear
 
 
-class Tape(Protocol):
-    """What a router tells its choices to, and what may have them already."""
+class Given(NamedTuple):
+    """Experts that a forward pass shall take, for those of its tokens that have any; the others choose."""
 
-    def chosen(self) -> Tensor | None:
-        """Expert ids `[T, K]` to take instead of choosing; None to choose."""
+    ids_TMK: Tensor  # uint8 or int16 (the bits of uint16), first choice first; anything where `known_T` is False
+    known_T: Tensor  # bool
+
+    def rows(self, first: int, last: int) -> "Given":
+        """Of MoE layers `[first, last)` only, for a part of the layers."""
+        return Given(self.ids_TMK[:, first:last], self.known_T)
+
+    def layer(self, place: int) -> Tensor:
+        """Of one MoE layer: int64 `[T, K]`."""
+        ids_TK = self.ids_TMK[:, place].long()
+        return ids_TK if self.ids_TMK.dtype == torch.uint8 else ids_TK & 0xFFFF
+
+
+class Tape(Protocol):
+    """What a router asks where its tokens go, and tells what it saw."""
+
+    @property
+    def free(self) -> bool:
+        """Whether every token goes where the router would send it."""
+        ...
+
+    def take(self, choose: Callable[[], Tensor]) -> Tensor:
+        """Expert ids `[T, K]` to go to; `choose()` gives the router's own. Called by each router, in layer order."""
         ...
 
     def record(self, ids_TK: Tensor, logits_TE: Tensor) -> None:
@@ -30,26 +53,47 @@ class Tape(Protocol):
 
 
 class RouterTape:
-    """The routing of one forward pass, layer by layer.
+    """The routing of one forward pass, layer by layer; of `given` experts where there are any.
 
     Invariant: holds one entry per MoE layer of exactly one forward pass; a used tape is refused by the decoder.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, given: Given | None = None) -> None:
+        self._given = given
         self._ids_TK: list[Tensor] = []
         self._logits_TE: list[Tensor] = []
+        self._differing_3: list[Tensor] = []
 
     @property
     def used(self) -> bool:
         return bool(self._ids_TK)
 
-    def chosen(self) -> None:
-        """See `Tape.chosen`: it only listens."""
+    @property
+    def free(self) -> bool:
+        """See `Tape.free`."""
+        return self._given is None
+
+    def take(self, choose: Callable[[], Tensor]) -> Tensor:
+        """See `Tape.take`; notes how many tokens would have gone elsewhere."""
+        own_TK = choose()
+        if self._given is None:
+            return own_TK
+        ids_TK = self._given.layer(len(self._ids_TK))
+        self._differing_3.append(_differing(own_TK, ids_TK, self._given.known_T))
+        return torch.where(self._given.known_T.unsqueeze(1), ids_TK, own_TK)
 
     def record(self, ids_TK: Tensor, logits_TE: Tensor) -> None:
         """See `Tape.record`."""
         self._ids_TK.append(ids_TK)
         self._logits_TE.append(logits_TE)
+
+    def differing(self) -> Tensor:
+        """By layer, int64 `[M, 3]`: tokens that were given experts; those of them that the router would have sent to
+        another set of experts; and to another first choice. Zeros where nothing was given."""
+        self._need()
+        if not self._differing_3:
+            return torch.zeros(len(self._ids_TK), 3, dtype=torch.int64, device=self._ids_TK[0].device)
+        return torch.stack(self._differing_3)
 
     def routes(self) -> Tensor:
         """Chosen experts, best first: `[T, M, K]`, uint8 up to 256 experts and uint16 above."""
@@ -70,7 +114,8 @@ class RouterTape:
         """Load-balancing loss, fp32 `[]`: E * sum over experts of (pairs given / tokens) * (mean probability).
 
         Equations 4 to 6 of the Switch Transformer (Fedus et al. 2021), over the tokens of all MoE layers together, as
-        transformers computes it; K when perfectly balanced. A sigmoid router's probabilities are its scores divided by
+        transformers computes it; K when perfectly balanced. Where experts were given, pairs are those given and
+        probabilities the router's own. A sigmoid router's probabilities are its scores divided by
         their sum (DeepSeek-V3, arXiv 2412.19437, equation 19). It is of this forward pass: the losses of micro-batches
         do not add up to that of their union, unless each is given the union's `loads_ME` and number of `tokens` fed. So
         do those of parts of the layers: `loads_ME` is then of all layers.
@@ -100,15 +145,14 @@ class Router(nn.Module):
 
     def forward(self, x_TD: Tensor, tape: Tape | None) -> tuple[Tensor, Tensor]:
         """`[T, D]` -> expert ids int64 `[T, K]`, best first, and their weights fp32 `[T, K]`."""
-        if kernels_serve(x_TD) and self.bias is None and (tape is None or tape.chosen() is None):
+        if kernels_serve(x_TD) and self.bias is None and (tape is None or tape.free):
             return self._routed(x_TD, tape)
         logits_TE = linear(cast(x_TD, torch.float32), self.weight, self.bias)
         scores_TE = logits_TE if self.renormalise else logits_TE.softmax(-1)
         if tape is None:
             weights_TK, ids_TK = scores_TE.topk(self.top_k)
         else:  # one way to the weights, whoever chose: a pass and its repetition must keep the same tensors
-            chosen_TK = tape.chosen()
-            ids_TK = scores_TE.detach().topk(self.top_k).indices if chosen_TK is None else chosen_TK
+            ids_TK = tape.take(lambda: scores_TE.detach().topk(self.top_k).indices)
             weights_TK = scores_TE.gather(1, ids_TK)
             tape.record(ids_TK, logits_TE)
         # A softmax over the chosen is the renormalised softmax over all.
@@ -121,3 +165,10 @@ class Router(nn.Module):
         if tape is not None:
             tape.record(routed.ids_TK, routed.logits_TE)
         return routed.ids_TK, routed.weights_TK
+
+
+def _differing(own_TK: Tensor, given_TK: Tensor, known_T: Tensor) -> Tensor:
+    """See `RouterTape.differing`, of one layer: `[3]`."""
+    other_T = own_TK.sort(1).values.ne(given_TK.sort(1).values).any(1)
+    first_T = own_TK[:, 0].ne(given_TK[:, 0])
+    return torch.stack([known_T, other_T & known_T, first_T & known_T]).sum(1)

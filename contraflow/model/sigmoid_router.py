@@ -30,9 +30,11 @@ class SigmoidRouter(nn.Module):
         """`[T, D]` -> expert ids int64 `[T, K]`, first choice first, and their weights fp32 `[T, K]`."""
         logits_TE = linear(cast(x_TD, torch.float32), self.weight)
         scores_TE = logits_TE.sigmoid()
-        ids_TK = tape.chosen() if tape is not None else None
-        if ids_TK is None:
-            ids_TK = self._open(scores_TE.detach() + self.correction_bias).topk(self.top_k).indices
+
+        def choose() -> Tensor:
+            return self._open(scores_TE.detach() + self.correction_bias).topk(self.top_k).indices
+
+        ids_TK = choose() if tape is None else tape.take(choose)
         weights_TK = scores_TE.gather(1, ids_TK)
         if self.renormalise:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)

@@ -23,7 +23,7 @@ from contraflow.config import Parallel
 from contraflow.errors import ContraflowError
 from contraflow.model.attention import Plan
 from contraflow.model.decoder import Decoder
-from contraflow.model.router import RouterTape
+from contraflow.model.router import Given, RouterTape
 from contraflow.parallel.experts import links
 from contraflow.parallel.layout import Place, rank_stages, stage_layers, stages
 from contraflow.parallel.mesh import Mesh
@@ -40,6 +40,9 @@ class Inputs(Protocol):
 
     @property
     def plan(self) -> Plan: ...
+
+    @property
+    def given(self) -> Given | None: ...
 
 
 class Passed(NamedTuple):
@@ -163,13 +166,17 @@ class _Stage(nn.Module):
         # Not as a submodule: torch would take away the gradients of what FSDP shards, each time it prepares a schedule.
         self._decode = decoder.__call__
         self._span, self._inputs, self._after, self._longest = span, inputs, after, longest
-        self._mixture = any(layer in decoder.config.moe_layers for layer in span)
+        mixtures = decoder.config.moe_layers
+        self._rows = [row for row, layer in enumerate(mixtures) if layer in span]  # of the model's MoE layers
 
     def forward(self, x_LD: Tensor, *, number: Tensor) -> Tensor:
         index = int(number)
         given = self._inputs[index]
         tokens = given.tokens_F.numel()
-        tape = RouterTape() if self._mixture else None
+        tape = None
+        if self._rows:
+            routes = given.given
+            tape = RouterTape(None if routes is None else routes.rows(self._rows[0], self._rows[-1] + 1))
         x = x_LD[:tokens] if self._span.start else given.tokens_F
         hidden_TD: Tensor = self._decode(x, given.positions_F, given.plan, tape=tape, span=self._span)
         out = self._after(Passed(index, self._span, hidden_TD, tape))

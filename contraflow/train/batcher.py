@@ -15,7 +15,20 @@ import torch
 from contraflow.algo.credit import AdvantageKind, group_scores, overlong_penalty
 from contraflow.algo.loss import Reduction, token_shares
 from contraflow.errors import TrainingError
-from contraflow.types import Batch, Bool, Chosen, Episode, Float32, Group, Int32, Int64, Sample, StopReason, Version
+from contraflow.types import (
+    Batch,
+    Bool,
+    Chosen,
+    Episode,
+    Float32,
+    Group,
+    Int32,
+    Int64,
+    Routes,
+    Sample,
+    StopReason,
+    Version,
+)
 
 N = TypeVar("N", bound=np.generic)
 
@@ -128,6 +141,7 @@ def _sample(episode: Episode, advantage: float, floor: Version) -> Sample | None
         behaviour=episode.logprobs[:end],
         advantages=np.where(mask_L, np.float32(advantage), np.float32(0)),
         versions=np.where(mask_L, versions_L[:end], np.int32(-1)),
+        routes=None if episode.routes is None else episode.routes[: end - 1],
         truncated=_cut_off(episode),
     )
 
@@ -186,6 +200,7 @@ def _batch(chosen: Sequence[Sample], shares_S: Float32) -> Batch:
         reference=_looked([sample.reference for sample in chosen]),
         values=_looked([sample.values for sample in chosen]),
         returns=_looked([sample.returns for sample in chosen]),
+        **_routes(chosen),
     )
 
 
@@ -193,6 +208,23 @@ def _looked(parts: Sequence[Float32 | None]) -> Float32 | None:
     """End to end, where every sample has it; an empty batch has whatever the others have."""
     known = [part for part in parts if part is not None]
     return _joined(known, np.float32) if len(known) == len(parts) else None
+
+
+def _routes(chosen: Sequence[Sample]) -> dict[str, Any]:
+    """Experts of all fed tokens, where some sample brings any."""
+    known = [sample.routes for sample in chosen if sample.routes is not None and sample.routed is not None]
+    if not known:
+        return {}
+    routes, routed = list[Routes](), list[Bool]()
+    for sample in chosen:
+        if sample.routes is None or sample.routed is None:
+            fed = sample.tokens.size - 1
+            routes.append(np.zeros((fed, *known[0].shape[1:]), known[0].dtype))
+            routed.append(np.zeros(fed, np.bool_))
+        else:
+            routes.append(sample.routes)
+            routed.append(sample.routed)
+    return {"routes": np.concatenate(routes), "routed": np.concatenate(routed)}
 
 
 def _joined(parts: Sequence[np.ndarray[Any, np.dtype[N]]], kind: type[N]) -> np.ndarray[Any, np.dtype[N]]:

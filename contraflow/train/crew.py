@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from contraflow.model.decoder import Decoder
-from contraflow.parallel.context import Exchange, share
+from contraflow.parallel.context import Exchange, held, share
 from contraflow.parallel.experts import links
 from contraflow.parallel.mesh import Mesh
 from contraflow.parallel.team import Team
 from contraflow.telemetry import Account
 from contraflow.train.batcher import pack
-from contraflow.train.forward import Fed, feed
+from contraflow.train.forward import Fed, fed_tokens, feed
 from contraflow.train.passes import Passes, PlainPasses
 from contraflow.train.staged import StagedPasses
-from contraflow.types import Batch, Float32, Int32, Sample
+from contraflow.types import Batch, Float32, Int32, Routes, Sample
 from contraflow.weights.probe import probe_logprobs
 
 
@@ -51,6 +51,23 @@ class Crew:
         for place, batch, values_N in zip(places, mine, values, strict=True):
             all_T[torch.from_numpy(starts[place] + np.flatnonzero(batch.mask)).to(all_T.device)] = values_N.float()
         return np.split(self.team.once(all_T).cpu().numpy(), starts[1:-1])
+
+    def routes(self, batches: Sequence[Batch], feds: Sequence[Fed], *, experts: int) -> list[Routes]:
+        """Of each of `batches`: `[F, M, K]`, the experts of its fed tokens as the model sends them now, on every rank.
+
+        `feds` are this rank's, as `feeds` shared them out.
+        """
+        starts = np.cumsum([0, *(fed_tokens(batch) for batch in batches)])
+        places, taken = self.team.mine(range(len(batches))), self.passes.routes(feds)
+        all_FMK = taken[0].new_zeros(int(starts[-1]), *taken[0].shape[1:], dtype=torch.int32)
+        for place, ids_FMK in zip(places, taken, strict=True):
+            here_F = np.arange(fed_tokens(batches[place]))
+            if self.context is not None:
+                fed_starts = batches[place].starts - np.arange(batches[place].starts.size)
+                here_F = held(fed_starts.tolist(), self.context.size, self.context.place)
+            all_FMK[torch.from_numpy(starts[place] + here_F).to(all_FMK.device)] = ids_FMK.int()
+        found = self.team.total(all_FMK).cpu().numpy().astype(np.uint8 if experts <= 256 else np.uint16)
+        return np.split(found, starts[1:-1])
 
     def probe_logprobs(self, decoder: Decoder, prompts: Sequence[Int32], compute: torch.dtype) -> tuple[Float32, ...]:
         """See `weights.probe`, computed in `compute`; on every rank, whatever layers it holds."""

@@ -14,9 +14,9 @@ from torch import Tensor
 from contraflow.model.attention import PackedPlan, Plan
 from contraflow.model.decoder import Decoder
 from contraflow.model.logprobs import token_logprobs
-from contraflow.model.router import RouterTape
+from contraflow.model.router import Given, RouterTape
 from contraflow.parallel.context import ContextPlan, Exchange, held
-from contraflow.types import Batch
+from contraflow.types import Batch, Int64
 
 
 class Fed(NamedTuple):
@@ -27,6 +27,7 @@ class Fed(NamedTuple):
     plan: Plan
     rows_N: Tensor  # int64: the fed token whose hidden state predicts each trained token
     targets_N: Tensor  # int64
+    given: Given | None = None  # experts that the fed tokens shall go to
 
 
 class Scored(NamedTuple):
@@ -48,6 +49,7 @@ def feed(batch: Batch, device: torch.device, context: Exchange | None = None) ->
     starts = (batch.starts - np.arange(batch.starts.size)).tolist()
     sequence_T = np.repeat(np.arange(lengths_S.size), lengths_S)
     rows_N = np.flatnonzero(batch.mask) - 1 - sequence_T[batch.mask]
+    here_F = np.arange(fed_F.size)
     plan: Plan
     if context is None:
         plan = PackedPlan.of(starts, device)
@@ -59,7 +61,16 @@ def feed(batch: Batch, device: torch.device, context: Exchange | None = None) ->
         torch.from_numpy(x.astype(np.int64)).to(device)
         for x in (batch.tokens[fed_F], batch.positions[fed_F], rows_N, batch.tokens[batch.mask])
     )
-    return Fed(tokens_F, positions_F, plan, places_N, targets_N)
+    return Fed(tokens_F, positions_F, plan, places_N, targets_N, given=_given(batch, here_F, device))
+
+
+def _given(batch: Batch, here_F: Int64, device: torch.device) -> Given | None:
+    """The experts of the fed tokens at `here_F`, if the batch brings any."""
+    if batch.routes is None or batch.routed is None:
+        return None
+    ids_FMK = batch.routes[here_F]
+    bits_FMK = ids_FMK.view(np.int16) if ids_FMK.dtype == np.uint16 else ids_FMK  # torch knows too little of uint16
+    return Given(torch.from_numpy(bits_FMK).to(device), torch.from_numpy(batch.routed[here_F]).to(device))
 
 
 def fed_tokens(batch: Batch) -> int:

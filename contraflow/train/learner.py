@@ -35,8 +35,9 @@ from contraflow.train.optimizer import Optimizer
 from contraflow.train.publishing import open_publishing
 from contraflow.train.records import episode_records, write_aside
 from contraflow.train.report import StepReport
+from contraflow.train.routing import Replayed, check_routes, prepare_routers, replayed
 from contraflow.train.step import Outcome, TrainStep
-from contraflow.types import Episode, Group, Manifest, Sample, Take, Version
+from contraflow.types import Episode, Group, Manifest, Take, Version
 from contraflow.weights.probe import as_probe, probe_prompts
 
 
@@ -155,8 +156,11 @@ class Learner:
     def _learn(self, take: Take, groups: Sequence[Group]) -> StepReport | None:
         before = self.account.seconds()
         with self.account.charge("batch"):
+            if self._train.routing == "r3":
+                check_routes(groups, self._spread.config)
             by_group = samples(groups, take.groups, self._credit)
-            outcome = self._step.run(by_group, step=take.step, seed=self._place.seed)
+            given = replayed(by_group, self._train.routing, self._train.missing_routes)
+            outcome = self._step.run(given.by_group, step=take.step, seed=self._place.seed)
         bad_batch = ""
         if self._journal is not None:
             with self.account.charge("record"):
@@ -171,7 +175,7 @@ class Learner:
         return _report(
             take.step,
             groups,
-            by_group,
+            given,
             outcome,
             manifest=manifest,
             bad_batch=bad_batch,
@@ -224,12 +228,17 @@ def _open(
     folder, where = Path(place.model_folder), _where(place, train, weights)
     if place.resume is None:
         spread = load_spread(folder, mesh, **where)
-        return spread, Optimizer(spread.decoder, train, spread)
+        return spread, _new_optimizer(spread, train)
     model = read_config(folder).digest()
     loaded = load(cuts, place.resume, mesh, expected_model=model, **where)
-    optimizer = Optimizer(loaded.spread.decoder, train, loaded.spread)
+    optimizer = _new_optimizer(loaded.spread, train)
     optimizer.load(loaded.moments, loaded.cut.updates)
     return loaded.spread, optimizer
+
+
+def _new_optimizer(spread: Spread, train: config.Train) -> Optimizer:
+    prepare_routers(spread.decoder, train.routing, freeze=train.freeze_router)
+    return Optimizer(spread.decoder, train, spread)
 
 
 def _lent(offload: str, spread: Spread, optimizer: Optimizer) -> list[torch.Tensor]:
@@ -250,7 +259,7 @@ def _where(place: Place, train: config.Train, weights: config.Weights) -> dict[s
 def _report(
     step: int,
     groups: Sequence[Group],
-    by_group: Sequence[Sequence[Sample]],
+    given: Replayed,
     outcome: Outcome,
     *,
     manifest: Manifest,
@@ -259,7 +268,7 @@ def _report(
 ) -> StepReport:
     episodes = [episode for group in groups for episode in group.episodes]
     usable = [episode for episode in episodes if not episode.failed]
-    versions = [sample.versions[sample.mask] for group in by_group for sample in group]
+    versions = [sample.versions[sample.mask] for group in given.by_group for sample in group]
     versions_N = torch.from_numpy(np.concatenate([np.zeros(0, np.int32), *versions]))
     ages = age_report(versions_N, step)
     return StepReport(
@@ -278,6 +287,8 @@ def _report(
         age_mean=ages.mean,
         age_max=ages.high,
         seconds=seconds,
+        routes_missing=given.missing,
+        routes_dropped=given.dropped,
         **outcome.numbers._asdict(),
     )
 

@@ -30,6 +30,7 @@ class Passed(NamedTuple):
 
     values_B2: Tensor  # fp32: each micro-batch's loss, all terms; and its balance loss before the weight
     loads_ME: Tensor | None  # int64 tokens given to each expert, over all micro-batches; None without experts
+    differing_M3: Tensor | None = None  # int64, the same of `RouterTape.differing`
 
 
 class Passes(Protocol):
@@ -42,6 +43,10 @@ class Passes(Protocol):
 
     def loads(self, feds: Sequence[Fed]) -> Tensor:
         """Expert loads `[M, E]` by forward passes alone."""
+        ...
+
+    def routes(self, feds: Sequence[Fed]) -> list[Tensor]:
+        """The experts of every fed token, int64 `[F, M, K]`, by forward passes alone; zeros for layers elsewhere."""
         ...
 
     def scored(self, feds: Sequence[Fed]) -> list[Scored]:
@@ -60,9 +65,9 @@ class PlainPasses:
 
     def run(self, feds: Sequence[Fed], loss_of: LossOf, balance: Balance | None) -> Passed:
         """See `Passes.run`."""
-        values, loads = list[Tensor](), list[Tensor]()
+        values, loads, differing = list[Tensor](), list[Tensor](), list[Tensor]()
         for place, fed in enumerate(feds):
-            tape = RouterTape() if self._mixture else None
+            tape = RouterTape(fed.given) if self._mixture else None
             with self._account.charge("forward"):
                 loss = loss_of(place, score(self._decoder, fed, temperature=self._temperature, tape=tape))
                 uneven = torch.zeros_like(loss)
@@ -74,21 +79,32 @@ class PlainPasses:
                 loss.backward()
             if tape is not None:
                 loads.append(tape.loads())
-        return Passed(torch.stack(values), torch.stack(loads).sum(0) if loads else None)
+                differing.append(tape.differing())
+        if not loads:
+            return Passed(torch.stack(values), None)
+        return Passed(torch.stack(values), torch.stack(loads).sum(0), torch.stack(differing).sum(0))
 
-    @torch.no_grad()
     def loads(self, feds: Sequence[Fed]) -> Tensor:
         """See `Passes.loads`."""
-        loads = []
-        with self._account.charge("forward"):
-            for fed in feds:
-                tape = RouterTape()
-                self._decoder(fed.tokens_F, fed.positions_F, fed.plan, tape=tape)
-                loads.append(tape.loads())
-        return torch.stack(loads).sum(0)
+        return torch.stack([self._taped(fed).loads() for fed in feds]).sum(0)
+
+    def routes(self, feds: Sequence[Fed]) -> list[Tensor]:
+        """See `Passes.routes`."""
+        return [self._taped(fed).routes().long() for fed in feds]
 
     @torch.no_grad()
     def scored(self, feds: Sequence[Fed]) -> list[Scored]:
         """See `Passes.scored`."""
         with self._account.charge("forward"):
-            return [score(self._decoder, fed, temperature=self._temperature) for fed in feds]
+            return [score(self._decoder, fed, temperature=self._temperature, tape=_replay(fed)) for fed in feds]
+
+    @torch.no_grad()
+    def _taped(self, fed: Fed) -> RouterTape:
+        tape = RouterTape(fed.given)
+        with self._account.charge("forward"):
+            self._decoder(fed.tokens_F, fed.positions_F, fed.plan, tape=tape)
+        return tape
+
+
+def _replay(fed: Fed) -> RouterTape | None:
+    return None if fed.given is None else RouterTape(fed.given)

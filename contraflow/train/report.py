@@ -45,6 +45,11 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     learning_rate: float  # of the last update
     age_mean: float  # of trained tokens, in steps
     age_max: int
+    replayed_tokens: int = 0  # fed tokens, over all updates, that went to recorded experts
+    routes_differ: tuple[float, ...] = ()  # [M], share of them that the router would have sent to another set
+    first_differs: tuple[float, ...] = ()  # [M], the same for the first choice
+    routes_missing: int = 0  # fed tokens whose experts should have come with them and did not
+    routes_dropped: int = 0  # samples left out for it
     expert_loads: tuple[tuple[int, ...], ...]  # [M][E] tokens given to each expert, over all updates
     seconds: dict[str, float]  # of this step, by cause
 

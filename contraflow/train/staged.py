@@ -37,11 +37,13 @@ class StagedPasses:
         """See `Passes.run`."""
         values_B2 = torch.zeros(len(feds), 2, device=self._mesh.device)
         loads_ME = self._no_loads()
+        differing_M3 = loads_ME.new_zeros(len(loads_ME), 3)
 
         def after(seen: pipeline.Passed) -> Tensor:
             place, own = seen.number, seen.hidden_TD.new_zeros((), dtype=torch.float32)
             if seen.tape is not None:
                 self._add_loads(loads_ME, seen.span, seen.tape)
+                differing_M3[self._rows(seen.span)] += seen.tape.differing()
                 if balance is not None:
                     uneven = balance.of(seen.tape)
                     own = balance.weight * uneven
@@ -55,7 +57,7 @@ class StagedPasses:
             return loss + own
 
         self._run(feds, after, backward=True)
-        return Passed(values_B2, loads_ME if loads_ME.numel() else None)
+        return Passed(values_B2, loads_ME, differing_M3) if loads_ME.numel() else Passed(values_B2, None)
 
     def loads(self, feds: Sequence[Fed]) -> Tensor:
         """See `Passes.loads`; zeros for layers that are elsewhere."""
@@ -68,6 +70,19 @@ class StagedPasses:
 
         self._run(feds, after, backward=False)
         return loads_ME
+
+    def routes(self, feds: Sequence[Fed]) -> list[Tensor]:
+        """See `Passes.routes`."""
+        config = self._decoder.config
+        taken = [fed.tokens_F.new_zeros(fed.tokens_F.numel(), len(config.moe_layers), config.top_k) for fed in feds]
+
+        def after(seen: pipeline.Passed) -> Tensor:
+            if seen.tape is not None and seen.number < len(feds):
+                taken[seen.number][:, self._rows(seen.span)] = seen.tape.routes().long()
+            return seen.hidden_TD
+
+        self._run(feds, after, backward=False)
+        return taken
 
     def scored(self, feds: Sequence[Fed]) -> list[Scored]:
         """See `Passes.scored`; on every rank."""
@@ -96,8 +111,11 @@ class StagedPasses:
         return torch.zeros(len(config.moe_layers), config.experts, dtype=torch.int64, device=self._mesh.device)
 
     def _add_loads(self, loads_ME: Tensor, span: range, tape: RouterTape) -> None:
-        rows = [row for row, layer in enumerate(self._decoder.config.moe_layers) if layer in span]
-        loads_ME[rows] += tape.loads()
+        loads_ME[self._rows(span)] += tape.loads()
+
+    def _rows(self, span: range) -> list[int]:
+        """Of the model's MoE layers, those in `span`."""
+        return [row for row, layer in enumerate(self._decoder.config.moe_layers) if layer in span]
 
 
 def _nothing(fed: Fed) -> Fed:

@@ -24,6 +24,7 @@ from contraflow.train.look import Finding, look
 from contraflow.train.objective import PolicyObjective, Seen, joined_rows
 from contraflow.train.optimizer import Optimizer
 from contraflow.train.passes import Passes
+from contraflow.train.routing import disagreement
 from contraflow.train.update import Updated, Updater
 from contraflow.types import Batch, Sample
 
@@ -46,6 +47,9 @@ class Numbers(NamedTuple):
     corrected: dict[str, float] = {}  # noqa: RUF012
     grad_norm: float = 0.0
     learning_rate: float = 0.0
+    replayed_tokens: int = 0
+    routes_differ: tuple[float, ...] = ()
+    first_differs: tuple[float, ...] = ()
     expert_loads: tuple[tuple[int, ...], ...] = ()
 
 
@@ -90,6 +94,8 @@ class TrainStep:
             self._frozen["reference"] = frozen
         if loss.old == "proximal" and train.epochs * train.updates > 1:  # of one update, it is the policy itself
             self._frozen["proximal"] = self._crew.passes
+        several = train.epochs * train.updates > 1  # of one update, the first pass is its own
+        self._kept_experts = decoder.config.experts if train.routing == "r2" and several else 0
         self._updater = Updater(decoder, optimizer, account, self._crew, balance_weight=loss.balance_weight)
 
     def run(self, by_group: Sequence[Sequence[Sample]], *, step: int, seed: int) -> Outcome:
@@ -130,6 +136,7 @@ class TrainStep:
             self._crew,
             device=self._updater.device,
             tokens_per_batch=self._train.tokens_per_batch,
+            experts=self._kept_experts,
         )
         each = iter(credited(flat, self._loss))
         return [list(islice(each, len(group))) for group in by_group]
@@ -169,6 +176,7 @@ class TrainStep:
             corrected={name: float(row_N.mean()) for name, row_N in zip(names, touched, strict=True)},
             grad_norm=_mean(update.applied.grad_norm for update in done),
             learning_rate=done[-1].applied.learning_rate,
+            **disagreement([update.differing_M3 for update in done])._asdict(),
             expert_loads=tuple(tuple(row) for row in torch.stack(loads).sum(0).tolist()) if loads else (),
         )
 

@@ -33,6 +33,7 @@ class Updated(NamedTuple):
     balance: float
     loads_ME: Tensor | None  # int64 tokens given to each expert; None for a model without experts
     applied: Applied
+    differing_M3: Tensor | None = None  # int64, see `RouterTape.differing`
 
 
 class Updater:
@@ -69,13 +70,14 @@ class Updater:
             seen = passes.run(feds, lambda place, scored: objective(mine[place], feds[place], scored), balance)
         values = team.rows(seen.values_B2, len(batches)).tolist()
         loads_ME = None if seen.loads_ME is None else team.total(seen.loads_ME)
+        differing_M3 = None if seen.differing_M3 is None else team.total(seen.differing_M3)
         for place, (value, _) in enumerate(values):
             if not math.isfinite(value):
                 raise TrainingError(f"the loss of micro-batch {place + 1} of {len(batches)} is {value}")
         with self._account.charge("optimizer"):
             applied = self._optimizer.apply()
         loss, uneven = (sum(column) for column in zip(*values, strict=True))
-        return Updated(loss, uneven, loads_ME, applied)
+        return Updated(loss, uneven, loads_ME, applied, differing_M3)
 
     def _balance(self, feds: Sequence[Fed], tokens: int) -> Balance | None:
         """The balance loss of a micro-batch among all `tokens` fed in this update.

@@ -158,12 +158,28 @@ def _system(steps: Sequence[Record], by_kind: Mapping[str, Sequence[Record]]) ->
             heat(_loads(steps), row_name="layer", column_name="expert"),
             "Tokens per expert over the last quarter of the steps, 1.00 being an even share.",
         ),
+        *_routing(steps),
         *_placement(pools),
         *_forms(pools),
         _card("Groups", _table(pools[-1]["groups"] if pools else {})),
         *_lengths(by_kind.get("lengths", [])),
         _card("What went wrong", _troubles(by_kind)),
     ]
+
+
+def _routing(steps: Sequence[Record]) -> list[str]:
+    """How far replayed experts are from the router's own choice; nothing where none were replayed or lacking."""
+    replayed = [step for step in steps if step.get("replayed_tokens")]
+    missing, dropped = (sum(step.get(key, 0) for step in steps) for key in ("routes_missing", "routes_dropped"))
+    if not replayed and not missing:
+        return []
+    layers = range(len(replayed[0]["routes_differ"]) if replayed else 0)
+    differ = {f"MoE layer {m}": [(step["step"] + 1, step["routes_differ"][m]) for step in replayed] for m in layers}
+    note = (
+        "Share of replayed tokens that the trainer's own router would have sent to another set of experts."
+        f" Without recorded experts: {missing} tokens; samples left out for it: {dropped}."
+    )
+    return [_card("Routing replay", curves(differ, unit="by step", low=0.0), note)]
 
 
 def _placement(pools: Sequence[Record]) -> list[str]:

@@ -12,7 +12,7 @@ from contraflow.dispatch.base import Rows
 from contraflow.dispatch.local import LocalDispatch, Places
 from contraflow.model.attention import PackedPlan
 from contraflow.model.decoder import Decoder
-from contraflow.model.router import Router, RouterTape, Tape
+from contraflow.model.router import Given, Router, RouterTape, Tape
 
 MakeDecoder = Callable[..., Decoder]
 
@@ -57,6 +57,23 @@ def test_loss_and_gradients_are_the_same_bit_for_bit(make_decoder: MakeDecoder, 
     again, grads_again = backward(decoder, RouterTape() if taped else None)
     assert torch.equal(loss, again)
     assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"])
+def test_given_experts_are_taken_in_both_passes(make_decoder: MakeDecoder, family: str) -> None:
+    decoder = make_decoder(family)
+    config, noise = decoder.config, torch.Generator().manual_seed(0)
+    chance = torch.rand(23, len(config.moe_layers), config.experts, generator=noise)
+    routes = chance.argsort(-1)[..., : config.top_k].to(torch.uint8)
+    given = Given(routes, torch.arange(23) % 4 != 0)
+    loss, grads = backward(decoder, tape := RouterTape(given))
+    decoder.recompute = True
+    again, grads_again = backward(decoder, tape_again := RouterTape(given))
+    assert torch.equal(loss, again)
+    assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
+    assert torch.equal(tape.differing(), tape_again.differing())
+    assert tape.differing()[:, 1].min() > 0
+    assert not torch.equal(loss, backward(decoder, RouterTape())[0])
 
 
 def noisy(make_decoder: MakeDecoder) -> tuple[Decoder, Counting]:

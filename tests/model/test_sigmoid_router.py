@@ -11,7 +11,7 @@ from torch import Tensor
 from contraflow.model.attention import PackedPlan
 from contraflow.model.decoder import Decoder, new_decoder
 from contraflow.model.families import ModelConfig
-from contraflow.model.router import RouterTape
+from contraflow.model.router import Given, RouterTape
 from contraflow.model.sigmoid_router import SigmoidRouter
 
 
@@ -93,15 +93,18 @@ def test_its_balance_loss_is_of_scores_divided_by_their_sum() -> None:
     assert torch.equal(tape.routes()[:, 0].long(), ids)
 
 
-def test_choices_that_are_given_are_taken() -> None:
-    class Given(RouterTape):
-        def chosen(self) -> Tensor:  # type: ignore[override]
-            return torch.tensor([[3, 0, 1]] * 4)
-
+def test_choices_that_are_given_are_taken_with_the_scores_the_router_gives_them() -> None:
+    routes = torch.tensor([[[3, 0, 1]]] * 4, dtype=torch.uint8)  # of three groups, where it may choose from two
     router = router_of(config(8, 4, 2, 3, renormalise=True), seed=1)
-    ids, weights = router(torch.ones(4, 16), Given())
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float32)
+    ids, weights = router(x, RouterTape(Given(routes, torch.ones(4, dtype=torch.bool))))
     assert ids.tolist() == [[3, 0, 1]] * 4
-    torch.testing.assert_close(weights.sum(-1), torch.full((4,), 2.5))
+    scores = (x.double() @ router.weight.double().T).sigmoid()[:, [3, 0, 1]]
+    wanted = 2.5 * scores / scores.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights.double(), wanted, rtol=1e-5, atol=0)
+    grad = torch.autograd.grad(weights[:, 0].sum(), router.weight)[0]
+    torch.testing.assert_close(grad, torch.autograd.grad(wanted[:, 0].sum(), router.weight)[0], rtol=1e-4, atol=1e-6)
+    assert grad.abs().max() > 1e-2
 
 
 def test_a_new_bias_is_zero_and_no_optimizer_sees_it(make_config: Callable[..., ModelConfig]) -> None:

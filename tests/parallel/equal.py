@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -68,7 +69,8 @@ def make_folder(family: str, folder: Path, layers: int = 3) -> Path:
     return folder / family
 
 
-def samples(count: int, *, seed: int = 0) -> list[Sample]:
+def samples(count: int, *, seed: int = 0, routed: ModelConfig | None = None) -> list[Sample]:
+    """With `routed`, experts to go to of most tokens of two samples in three, none of them the router's own choice."""
     rng = np.random.default_rng(seed)
     made = []
     for _ in range(count):
@@ -83,7 +85,14 @@ def samples(count: int, *, seed: int = 0) -> list[Sample]:
                 versions=np.where(mask, np.int32(0), np.int32(-1)),
             )
         )
-    return made
+    if routed is None:
+        return made
+    chance = [rng.random((one.tokens.size - 1, len(routed.moe_layers), routed.experts)) for one in made]
+    routes = [one.argsort(-1)[..., : routed.top_k].astype(np.uint8) for one in chance]
+    known = [rng.random(len(one)) < 0.8 for one in routes]
+    triples = zip(made, routes, known, strict=True)
+    given = [msgspec.structs.replace(one, routes=ids, routed=where) for one, ids, where in triples]
+    return [free if place % 3 == 2 else one for place, (free, one) in enumerate(zip(made, given, strict=True))]
 
 
 def objective(batch, fed, scored):
@@ -101,11 +110,14 @@ class Seen(NamedTuple):
     balances: list[float]
     norms: list[float]
     loads: list[Any]
+    differing: list[Any]  # see `RouterTape.differing`
     gradient: dict[str, Tensor | None]  # of the first update, after clipping
     weights: dict[str, Tensor | None]
 
 
-def three_updates(spread: Spread, *, counts: Sequence[int] = (9, 1, 14), budget: int = 40) -> Seen:
+def three_updates(
+    spread: Spread, *, counts: Sequence[int] = (9, 1, 14), budget: int = 40, routed: bool = False
+) -> Seen:
     """Train on random samples; the second update has but one, so that some ranks have nothing."""
     spread.decoder.recompute = spread.mesh is not None and spread.mesh.parallel.recompute == "layer"
     optimizer = Optimizer(spread.decoder, TRAIN, spread)
@@ -114,7 +126,8 @@ def three_updates(spread: Spread, *, counts: Sequence[int] = (9, 1, 14), budget:
     updater = Updater(spread.decoder, optimizer, account, crew, balance_weight=0.1)
     done, gradient = [], {}
     for update, count in enumerate(counts):
-        batches = pack(samples(count, seed=update), tokens_per_batch=budget, reduction="token", shares=crew.team.shares)
+        made = samples(count, seed=update, routed=spread.config if routed else None)
+        batches = pack(made, tokens_per_batch=budget, reduction="token", shares=crew.team.shares)
         done.append(updater.update(batches, objective))
         if not gradient:
             held = {name: local(p.grad) for name, p in spread.decoder.named_parameters() if p.requires_grad}
@@ -125,23 +138,26 @@ def three_updates(spread: Spread, *, counts: Sequence[int] = (9, 1, 14), budget:
         balances=[one.balance for one in done],
         norms=[one.applied.grad_norm for one in done],
         loads=[None if one.loads_ME is None else one.loads_ME.tolist() for one in done],
+        differing=[None if one.differing_M3 is None else one.differing_M3.tolist() for one in done],
         gradient=gradient,
         weights=dict(spread.tensors()),
     )
 
 
-def alone(folder: Path) -> Seen:
-    return three_updates(load_spread(folder, None))
+def alone(folder: Path, routed: bool = False) -> Seen:
+    return three_updates(load_spread(folder, None), routed=routed)
 
 
-def on_ranks(store: Any, rank: int, cases: Sequence[tuple[Parallel, Path]], meeting: Path) -> list[Seen]:
+def on_ranks(
+    store: Any, rank: int, cases: Sequence[tuple[Parallel, Path]], meeting: Path, routed: bool = False
+) -> list[Seen]:
     """Every case in turn, in the same processes."""
     dist.barrier()  # who leaves while others still connect breaks their connections
     dist.destroy_process_group()
     seen = []
     for index, (parallel, folder) in enumerate(cases):
         with open_mesh(parallel, rank=rank, init_method=f"file://{meeting}/{index}") as mesh:
-            seen.append(three_updates(load_spread(folder, mesh)))
+            seen.append(three_updates(load_spread(folder, mesh), routed=routed))
     return seen
 
 

@@ -23,10 +23,10 @@ FOUR = [
 ]
 
 
-def check(cases, tmp_path, world, layers=3):
+def check(cases, tmp_path, world, layers=3, routed=False):
     folders = {family: make_folder(family, tmp_path, layers) for family in {family for _, family in cases}}
-    wanted = {family: alone(folder) for family, folder in folders.items()}
-    by_rank = gloo.run(on_ranks, world, tmp_path, [(p, folders[family]) for p, family in cases], tmp_path)
+    wanted = {family: alone(folder, routed) for family, folder in folders.items()}
+    by_rank = gloo.run(on_ranks, world, tmp_path, [(p, folders[family]) for p, family in cases], tmp_path, routed)
     for place, (parallel, family) in enumerate(cases):
         want, where = wanted[family], f"{family}, {parallel!r}"
         for seen in (answers[place] for answers in by_rank):
@@ -34,6 +34,7 @@ def check(cases, tmp_path, world, layers=3):
             assert seen.balances == pytest.approx(want.balances, rel=1e-5), where
             assert seen.norms == pytest.approx(want.norms, rel=1e-5), where
             assert seen.loads == want.loads, where
+            assert seen.differing == want.differing, where
         for kind in ("gradient", "weights"):
             found, known = (getattr(one, kind) for one in (by_rank[0][place], want))
             assert found.keys() == known.keys(), where

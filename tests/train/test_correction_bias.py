@@ -1,24 +1,31 @@
 """A router's correction bias: training leaves it alone, a cut keeps it, and a refresh carries it to an engine."""
 
+import asyncio
+import time
+
 import numpy as np
 import pytest
 import torch
 
-from contraflow.config import Train
+from contraflow.config import Engine, Train, Weights
 from contraflow.errors import CarrierError
 from contraflow.model.attention import PackedPlan
 from contraflow.model.decoder import Decoder, new_decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.folder import load_folder, save_folder
 from contraflow.model.router import RouterTape
+from contraflow.rollout.native import NativeEngine
 from contraflow.rollout.swap import LiveWeights
 from contraflow.telemetry import Account
 from contraflow.train.batcher import pack
 from contraflow.train.optimizer import Optimizer
 from contraflow.train.update import Updater
-from contraflow.types import Sample
+from contraflow.types import Request, Routes, Sample, Version
+from contraflow.weights import open_carrier
+from contraflow.weights.fetch import fetch
 from contraflow.weights.manifest import expect
 from contraflow.weights.probe import make_probe, probe_prompts
+from contraflow.weights.publish import Publisher
 
 BIAS = "layers.1.mlp.router.correction_bias"
 GLM = ModelConfig(
@@ -63,6 +70,33 @@ def test_training_moves_everything_but_the_bias() -> None:
     before = {name: weight.detach().clone() for name, weight in decoder.named_parameters()}
     trained(decoder)
     assert {name for name, weight in decoder.named_parameters() if torch.equal(weight, before[name])} == {BIAS}
+
+
+def test_an_engine_given_a_published_version_chooses_as_the_trainer_does(tmp_path) -> None:
+    """By manifest and carrier, into an engine that held another bias; the routes it records are the trainer's own."""
+    trainer, engine = made(1), made(2)
+    carrier = open_carrier(Weights(carrier="blob", chunk_bytes=512), tmp_path)
+    probe = make_probe(trainer, probe_prompts(32, prompts=4, tokens=16, seed=1), 1e-4)
+    publisher = Publisher(carrier)
+    manifest = publisher.publish(
+        dict(trainer.state_dict()), version=Version(1, 1), model=GLM.digest(), probe=probe, chunk_bytes=512
+    )
+    assert [tensor.shape for tensor in manifest.tensors if tensor.name == BIAS] == [(8,)]
+
+    async def recorded() -> Routes:
+        section = Engine(context_tokens=64, kv_tokens=256, max_sequences=4, routes=True)
+        native = NativeEngine(engine, section, clock=time.perf_counter, stepping="inline", version=Version(1, 0))
+        await native.swap(Version(1, 1), fetch(manifest, carrier).tensors, manifest.probe)
+        ask = Request(id="a", prompt=np.arange(31, dtype=np.int32), seed=0, max_new_tokens=1, want_routes=True)
+        completion = await native.generate(ask)
+        await native.close()
+        assert completion.routes is not None
+        return completion.routes
+
+    tape = RouterTape()
+    trainer(torch.arange(31), torch.arange(31), PackedPlan.of([0, 31]), tape=tape)
+    assert np.array_equal(asyncio.run(recorded()), tape.routes().numpy())
+    publisher.close()
 
 
 def test_a_cut_and_a_refresh_carry_it(tmp_path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from contraflow import config
 from contraflow.buffer.service import Buffer, make_buffer
-from contraflow.errors import CheckpointError, ConfigError, ContraflowError
+from contraflow.errors import CheckpointError, ConfigError, ContraflowError, RoutesError
 from contraflow.model.decoder import new_decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.folder import load_folder, save_folder
@@ -217,6 +217,74 @@ def test_the_same_seed_gives_the_same_weights(bench):
                 manifest = (await here.step(step)).manifest
             ends.append(manifest.digests)
         assert ends[0] == ends[1]
+
+    inline(body)
+
+
+def recorded(episode, *, layers=2, hole=0):
+    """The episode with experts that an engine might have recorded, none for its first `hole` tokens."""
+    chance = np.random.default_rng(episode.seed).random((episode.tokens.size - 1, layers, 4))
+    routes = chance.argsort(-1)[..., :2].astype(np.uint8)
+    routes[:hole] = 0
+    return spoiled(episode, routes=routes)
+
+
+def test_recorded_experts_are_replayed_and_told(bench):
+    async def body(runtime):
+        here = await bench(runtime)
+        await here.start(train=TRAIN.model_copy(update={"routing": "r3", "missing_routes": "own"}))
+        report = await here.step(0, spoil=lambda episode: recorded(episode, hole=2))
+        assert (report.applied, report.replayed_tokens, report.routes_missing) == (True, 5 * 4 * P, 2 * 4 * P)
+        assert len(report.routes_differ) == len(report.first_differs) == 2
+        assert 0.3 < min(report.routes_differ) <= max(report.routes_differ) < 1  # of random ones
+        json.dumps(msgspec.to_builtins(report, enc_hook=np.ndarray.tolist), allow_nan=False)
+
+    inline(body)
+
+
+def test_samples_without_experts_are_left_out_where_the_recipe_says_so(bench):
+    async def body(runtime):
+        here = await bench(runtime)
+        await here.start(train=TRAIN.model_copy(update={"routing": "r3", "missing_routes": "drop"}))
+        report = await here.step(0, spoil=lambda episode: recorded(episode, hole=int(episode.seed % 4 == 3)))
+        assert (report.replayed_tokens, report.routes_missing, report.routes_dropped) == (7 * 3 * P, P, P)
+        assert (report.episodes, report.trained_tokens) == (4 * P, 6 * 3 * P)
+
+    inline(body)
+
+
+@pytest.mark.parametrize(
+    ("missing", "spoil", "says"),
+    [
+        ("own", lambda episode: recorded(episode, layers=3), "the experts of episode 0 of group 0 are of shape"),
+        ("refuse", lambda episode: recorded(episode, hole=1), "train.missing_routes = 'refuse'"),
+    ],
+)
+def test_experts_that_cannot_be_replayed_end_the_step_before_it_begins(bench, missing, spoil, says):
+    async def body(runtime):
+        here = await bench(runtime)
+        trainer = await here.start(train=TRAIN.model_copy(update={"routing": "r3", "missing_routes": missing}))
+        before = here.weights(await trainer.call(5, Trainer.publish, 0))
+        with pytest.raises(RoutesError, match=says):
+            await here.step(0, spoil=spoil)
+        assert equal(here.weights(await trainer.call(5, Trainer.publish, 1)), before)
+
+    inline(body)
+
+
+def test_a_run_with_frozen_routers_goes_on_from_a_cut_of_its_own(bench):
+    async def body(runtime):
+        here = await bench(runtime)
+        train = TRAIN.model_copy(update={"freeze_router": True})
+        await here.start(train=train)
+        router = "layers.1.mlp.router.weight"
+        first = here.weights(await here.trainer.call(5, Trainer.publish, 0))
+        await here.step(0)
+        cut = await here.save(1)
+        await here.start("again", train=train, resume=cut)
+        now = here.weights(await here.trainer.call(5, Trainer.publish, 1))
+        assert torch.equal(now[router], first[router])
+        assert not torch.equal(now["layers.1.mlp.down"], first["layers.1.mlp.down"])
 
     inline(body)
 

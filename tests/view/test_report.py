@@ -138,6 +138,19 @@ def test_placing_experts_is_told_where_it_was_done() -> None:
     assert "Placement of experts" not in page("r", "", records, [])
 
 
+def test_replayed_experts_are_told_where_there_were_any() -> None:
+    records = run_records()
+    assert "Routing replay" not in page("r", "", records, [])
+    told = {"replayed_tokens": 90, "routes_differ": (0.25, 0.5), "routes_missing": 3, "routes_dropped": 1}
+    steps = [step_record(step, **told) for step in range(2)]
+    made = page("r", "", [*steps, *records], [])
+    assert "Routing replay" in made
+    assert "MoE layer 1" in made
+    assert "Without recorded experts: 6 tokens; samples left out for it: 2." in made
+    alone = page("r", "", [step_record(0, routes_missing=7, replayed_tokens=0)], [])  # nothing came with experts
+    assert "Without recorded experts: 7 tokens" in alone
+
+
 def test_a_run_that_wrote_nothing_yet_has_a_page() -> None:
     assert "nothing recorded" in page("run", "", [], [])
 
