@@ -71,6 +71,9 @@ class Engine(Section):
     lookahead: Literal["auto", "on", "off"] = (
         "auto"  # begin a pass before the last one's tokens are read; auto: as graphs
     )
+    kernels: Literal["auto", "off"] = (
+        "auto"  # C kernels on a CPU, built at the start; auto: where fp32, one thread and a C compiler are
+    )
     replace_every: Annotated[int, Field(ge=0)] = 0  # refreshes between placements of experts by load; 0: in order
     spare_experts: Annotated[int, Field(ge=0)] = 0  # slots of each rank for replicas of popular experts
     offload: Literal["none", "all"] = "none"  # to the host while the trainer steps: weights and KV cache; native only

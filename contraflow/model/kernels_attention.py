@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from contraflow.model.paged import Fed, Pages, Seen
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)  # finite: a maximum over nothing minus another is 0, not NaN
 
@@ -30,30 +32,6 @@ class Tiling(NamedTuple):
     stages: int
     splits: int | None = None
     products: bool = True
-
-
-class Pages(NamedTuple):
-    """One layer of a cache `[NB * 2 * G, BS * d]`, and who holds what: int64 `tables_BN` and `lengths_B`."""
-
-    layer: Tensor
-    tables_BN: Tensor
-    lengths_B: Tensor
-    kv_heads: int
-    block_tokens: int
-
-
-class Fed(NamedTuple):
-    """Several new tokens of each sequence: int64 `queries_BQ`, -1 behind `counts_B` of them."""
-
-    queries_BQ: Tensor
-    counts_B: Tensor
-
-
-class Seen(NamedTuple):
-    """What a layer adds: fp32-able sinks `[H]` or None, and a window or None."""
-
-    sinks_H: Tensor | None
-    window: int | None
 
 
 @triton.jit

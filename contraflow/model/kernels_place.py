@@ -7,24 +7,16 @@ Shape letters: T tokens, H query heads, G key/value heads, d head dimension, r d
 d padded to powers of two, BS tokens of a block.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from contraflow.model.paged import Placing
+from contraflow.model.paged import Placing, Target
 
 NORMS = {"none": 0, "head": 1, "projection": 2}
-
-
-class Target(NamedTuple):
-    """One layer of a cache `[NB * 2 * G, BS * d]`, and the int64 slot (block * BS + offset) of each token."""
-
-    layer: Tensor
-    slots_T: Tensor
-    block_tokens: int
 
 
 @triton.jit

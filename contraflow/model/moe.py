@@ -18,10 +18,12 @@ from contraflow.model.clamped import add_bias, clamped_swiglu
 from contraflow.model.families import ModelConfig
 from contraflow.model.kinds import FAMILIES
 from contraflow.model.ops import cast, computed, kernels_serve, linear
+from contraflow.model.paged import Kernels
 from contraflow.model.router import Router, Tape
 from contraflow.model.sigmoid_router import SigmoidRouter
 
 EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias")  # parameters with a row an expert; biases are gpt-oss's
+FEW_ROWS = 32  # of an expert on average, up to which a CPU's kernels are taken
 MOST_PAIRS = 32768  # that our kernels take, and were measured with: beyond, a prefill is given to torch's matmuls
 
 
@@ -56,6 +58,7 @@ class MoE(nn.Module):
         family, made = FAMILIES[config.family], dict[str, Any](dtype=dtype, device=device)
         self.dispatch = dispatch
         self.fuse = False
+        self.kernels: Kernels | None = None  # of a CPU, for few rows an expert at inference
         self.router = SigmoidRouter(config, device) if family.sigmoid else Router(config, device)
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * ffn, dim, **made))
         self.down = nn.Parameter(torch.empty(experts, dim, ffn, **made))
@@ -67,7 +70,9 @@ class MoE(nn.Module):
     def forward(self, x_TD: Tensor, tape: Tape | None) -> Tensor:
         """`[T, D]` -> `[T, D]`, the sum of each token's experts by router weight."""
         ids_TK, weights_TK = self.router(x_TD, tape)
-        if self.whole(x_TD, ids_TK.numel()):
+        if self.kernels is not None and self.few(x_TD, ids_TK.numel()):
+            out_TD = self.kernels.experts(x_TD, ids_TK, weights_TK, self.gate_up, self.down)
+        elif self.whole(x_TD, ids_TK.numel()):
             from contraflow.model import kernels_experts
 
             out_TD = kernels_experts.experts(x_TD, ids_TK, weights_TK, self.gate_up, self.down)
@@ -82,6 +87,12 @@ class MoE(nn.Module):
             return False
         lossless = local.capacity is None or local.capacity >= pairs
         return lossless and self.down_bias is None and self.gate_up.dtype == self.down.dtype == x_TD.dtype
+
+    def few(self, x_TD: Tensor, pairs: int) -> bool:
+        """Whether a CPU's kernels do all of the mixture for so many pairs: with more, torch's matmuls are faster."""
+        plain = type(self.dispatch) is LocalDispatch and self.dispatch.capacity is None and self.down_bias is None
+        same = self.gate_up.dtype == self.down.dtype == x_TD.dtype == torch.float32
+        return plain and same and pairs <= FEW_ROWS * len(self.down) and torch.is_inference_mode_enabled()
 
     def expert_parameters(self) -> dict[str, nn.Parameter]:
         """Those of `EXPERTS` that the family has: what expert parallelism cuts."""

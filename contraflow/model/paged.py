@@ -7,6 +7,7 @@ Shape letters: T tokens fed, H query heads, G key/value heads, d head dimension,
 table, Q fed tokens of a sequence at most, L positions of a sequence.
 """
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
 
@@ -134,26 +135,71 @@ class Placing(NamedTuple):
     clip: float | None
 
 
+class Target(NamedTuple):
+    """One layer of a cache `[NB * 2 * G, BS * d]`, and the int64 slot (block * BS + offset) of each token."""
+
+    layer: Tensor
+    slots_T: Tensor
+    block_tokens: int
+
+
+class Pages(NamedTuple):
+    """One layer of a cache `[NB * 2 * G, BS * d]`, and who holds what: int64 `tables_BN` and `lengths_B`."""
+
+    layer: Tensor
+    tables_BN: Tensor
+    lengths_B: Tensor
+    kv_heads: int
+    block_tokens: int
+
+
+class Fed(NamedTuple):
+    """Several new tokens of each sequence: int64 `queries_BQ`, -1 behind `counts_B` of them."""
+
+    queries_BQ: Tensor
+    counts_B: Tensor
+
+
+class Seen(NamedTuple):
+    """What a layer adds: fp32-able sinks `[H]` or None, and a window or None."""
+
+    sinks_H: Tensor | None
+    window: int | None
+
+
+class Kernels(NamedTuple):
+    """What a `KernelPlan` computes with: see `kernels_place.place`, `kernels_attention.decode` and `prefill`."""
+
+    place: Callable[..., Tensor]
+    decode: Callable[[Tensor, Pages, Seen], Tensor]
+    prefill: Callable[[Tensor, Pages, Fed, Seen], Tensor] | None  # None: only for one token a sequence
+    experts: Callable[..., Tensor]  # see `kernels_experts.experts`
+
+
 class KernelPlan:
-    """`PagedPlan` by Triton kernels: the same arguments, no copy of pages and no mask; CUDA, no gradients.
+    """`PagedPlan` by kernels, Triton's if none are given: the same arguments, no copy of pages, no mask, no gradients.
 
     Padding rows (length 0) give zeros. Nothing is read on the host. Invariant: all it knows is computed from its
     tensors on the device, so a plan made in a graph's capture follows what is copied into them.
     """
 
     def __init__(
-        self, cache: KVCache, tables_BN: Tensor, lengths_B: Tensor, slots_T: Tensor, queries_BQ: Tensor | None = None
+        self,
+        cache: KVCache,
+        tables_BN: Tensor,
+        lengths_B: Tensor,
+        slots_T: Tensor,
+        queries_BQ: Tensor | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
-        from contraflow.model import kernels_attention
-
         _check(tables_BN, lengths_B, slots_T, queries_BQ)
-        self.cache, self.slots_T, self._kernels = cache, slots_T, kernels_attention
+        self.cache, self.slots_T, self.kernels = cache, slots_T, kernels or _triton()
         self._tables_BN = tables_BN if tables_BN.stride(1) == 1 else tables_BN.contiguous()
         self._lengths_B = lengths_B.contiguous()
         self._fed = None
         if queries_BQ is not None:
             counts_B = (queries_BQ >= 0).sum(1)
-            self._fed = kernels_attention.Fed(queries_BQ.contiguous(), counts_B)
+            self._fed = Fed(queries_BQ.contiguous(), counts_B)
 
     @cached_property
     def slots(self) -> Tensor:
@@ -166,13 +212,13 @@ class KernelPlan:
 
     def attend(self, q_THd: Tensor, pages: Tensor, sight: Sight | None) -> Tensor:
         """Attention of the fed tokens, in the cache's dtype, against one layer's pages, which hold them already."""
-        held = self._kernels.Pages(
-            pages, self._tables_BN, self._lengths_B, len(self.cache.heads) // 2, self.cache.block_tokens
-        )
-        seen = self._kernels.Seen(*(sight or (None, None)))
+        held = Pages(pages, self._tables_BN, self._lengths_B, len(self.cache.heads) // 2, self.cache.block_tokens)
+        seen = Seen(*(sight or (None, None)))
         if self._fed is None:
-            return self._kernels.decode(q_THd, held, seen)
-        return self._kernels.prefill(q_THd, held, self._fed, seen)
+            return self.kernels.decode(q_THd, held, seen)
+        if self.kernels.prefill is None:
+            raise ModelError("these kernels take one token a sequence: feed several through a PagedPlan")
+        return self.kernels.prefill(q_THd, held, self._fed, seen)
 
 
 class KernelLayer:
@@ -193,11 +239,9 @@ class KernelLayer:
 
     def placed(self, qkv: Tensor, turn: Rotation, placing: Placing) -> Tensor:
         """Queries, in one kernel that norms, clamps and turns, and writes keys and values into the cache."""
-        from contraflow.model import kernels_place
-
         cache = self._plan.cache
-        target = kernels_place.Target(self._pages, self._plan.slots_T, cache.block_tokens)
-        return kernels_place.place(qkv, *turn, placing, target, kv_heads=len(cache.heads) // 2)
+        target = Target(self._pages, self._plan.slots_T, cache.block_tokens)
+        return self._plan.kernels.place(qkv, *turn, placing, target, kv_heads=len(cache.heads) // 2)
 
 
 def paged_plan(
@@ -206,6 +250,12 @@ def paged_plan(
     """The plan for the cache's device; arguments as `PagedPlan`'s."""
     made = KernelPlan if cache.pool.is_cuda and not torch.is_grad_enabled() and have_triton() else PagedPlan
     return made(cache, tables_BN, lengths_B, slots_T, queries_BQ)
+
+
+def _triton() -> Kernels:
+    from contraflow.model import kernels_attention, kernels_experts, kernels_place
+
+    return Kernels(kernels_place.place, kernels_attention.decode, kernels_attention.prefill, kernels_experts.experts)
 
 
 def _check(tables_BN: Tensor, lengths_B: Tensor, slots_T: Tensor, queries_BQ: Tensor | None) -> None:

@@ -22,8 +22,9 @@ from contraflow.dispatch.local import LocalDispatch
 from contraflow.model.attention import FLASH_DTYPES, Attention, Plan
 from contraflow.model.cache import KVCache
 from contraflow.model.decoder import Decoder
+from contraflow.model.kernels_cpu import built
 from contraflow.model.moe import MoE
-from contraflow.model.paged import paged_plan
+from contraflow.model.paged import KernelPlan, Kernels, paged_plan
 from contraflow.model.router import RouterTape
 from contraflow.model.sinks import Sight
 from contraflow.model.splithead import halves, split_logits
@@ -109,7 +110,11 @@ class Passes:
             decoder.use_dispatch(LocalDispatch(config.experts, capacity=1 << 40))
         self._spread = [mixture.dispatch for mixture in mixtures if not isinstance(mixture.dispatch, LocalDispatch)]
         self.near: RowCache | None = None
-        if not cuda and not self.ahead and section.max_sequences * section.context_tokens <= section.kv_tokens:
+        self._kernels, self._without = self._c_kernels(section)
+        for mixture in mixtures:
+            mixture.kernels = self._kernels
+        paged = cuda or self.ahead or self._kernels is not None
+        if not paged and section.max_sequences * section.context_tokens <= section.kv_tokens:
             # Every row could be full and it would still take no more memory than the cache and a layer.
             self.near = RowCache(self.cache, bucket(section.max_sequences), section.context_tokens)
         self.routes = RouteStore(decoder.config, self.cache) if section.routes and decoder.config.experts else None
@@ -123,7 +128,10 @@ class Passes:
     def told(self) -> str:
         """How decode passes run, for people."""
         how = "eager" if self.graphs is None else self.graphs.told
-        return f"{how}; {'one ahead of the tokens read' if self.ahead else 'one by one'}"
+        kernels = "; kernels in C" if self._kernels is not None else ""
+        if self._without:
+            kernels = f"; no kernels in C: {self._without}"
+        return f"{how}; {'one ahead of the tokens read' if self.ahead else 'one by one'}{kernels}"
 
     @torch.inference_mode()
     def refresh(self) -> None:
@@ -252,7 +260,9 @@ class Passes:
         if self.ahead:
             tokens_B = torch.where(tokens_B == UNREAD, self._newest_H.index_select(0, homes_B), tokens_B)
         plan: Plan
-        if self.near is None:
+        if self._kernels is not None:
+            plan = KernelPlan(self.cache, tables_BN[:, : self._width()], lengths_B, slots_B, kernels=self._kernels)
+        elif self.near is None:
             plan = paged_plan(self.cache, tables_BN[:, : self._width()], lengths_B, slots_B)
         else:
             plan = RowPlan(self.near, numbers_B[POSITION], lengths_B, self._width() * self.cache.block_tokens)
@@ -293,6 +303,17 @@ class Passes:
         hidden_TD: Tensor = self.decoder(tokens_T, positions_T, plan, tape=tape)
         self.routes.write(slots_T, tape)
         return hidden_TD
+
+    def _c_kernels(self, section: EngineSection) -> tuple[Kernels | None, str]:
+        """Kernels for decoding on a CPU; or why there are none, for people, "" where none are wanted."""
+        if self.device.type != "cpu" or section.kernels == "off":
+            return None, ""
+        if self.cache.pool.dtype != torch.float32:
+            return None, f"they are for fp32, not {self.cache.pool.dtype}"
+        if torch.get_num_threads() > 1:
+            return None, f"they are for one thread, torch has {torch.get_num_threads()}"
+        kernels = built()
+        return (None, kernels) if isinstance(kernels, str) else (kernels, "")
 
     def _new_graphs(self) -> Graphs | None:
         if not self._captures:

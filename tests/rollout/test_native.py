@@ -10,21 +10,33 @@ import torch
 
 from contraflow.errors import EngineError
 from contraflow.model.attention import PackedPlan
-from contraflow.model.decoder import new_decoder
+from contraflow.model.decoder import Decoder, new_decoder
+from contraflow.model.kernels_cpu import built
 from contraflow.model.kinds import Latent, Yarn
 from contraflow.rollout.sampling import stream_key, uniforms
 
+IN_TORCH = {"kernels": "off"}
 FORMS: dict[str, dict[str, Any]] = {
-    "roomy": {},
-    "paged": {"max_sequences": 64},  # rows of this many could not all be kept side by side
-    "paged and chunked": {"max_sequences": 64, "prefill_tokens": 7},
-    "blocks of one": {"block_tokens": 1},
-    "blocks of sixteen": {"block_tokens": 16},
-    "chunked": {"prefill_tokens": 7},
-    "few rows": {"max_sequences": 3},
-    "tight": {"kv_tokens": 80, "max_sequences": 16},
-    "tight and chunked": {"kv_tokens": 72, "prefill_tokens": 5, "max_sequences": 16},
+    "roomy": IN_TORCH,
+    "paged": IN_TORCH | {"max_sequences": 64},  # rows of this many could not all be kept side by side
+    "paged and chunked": IN_TORCH | {"max_sequences": 64, "prefill_tokens": 7},
+    "blocks of one": IN_TORCH | {"block_tokens": 1},
+    "blocks of sixteen": IN_TORCH | {"block_tokens": 16},
+    "chunked": IN_TORCH | {"prefill_tokens": 7},
+    "few rows": IN_TORCH | {"max_sequences": 3},
+    "tight": IN_TORCH | {"kv_tokens": 80, "max_sequences": 16},
+    "tight and chunked": IN_TORCH | {"kv_tokens": 72, "prefill_tokens": 5, "max_sequences": 16},
+    "in C": {},
+    "in C, blocks of one": {"block_tokens": 1},
+    "in C, blocks of sixteen": {"block_tokens": 16},
+    "in C, tight and chunked": {"kv_tokens": 72, "prefill_tokens": 5, "max_sequences": 16},
 }
+
+
+def in_rows(form: str) -> bool:
+    """Whether decoding sequences are copied to rows: where they fit, and no kernel reads pages."""
+    in_c = "in C" in form and not isinstance(built(), str)
+    return not (in_c or "tight" in form or "paged" in form)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -40,7 +52,7 @@ def test_logprobs_and_experts_equal_those_of_a_packed_forward(native: Any, form:
         assert report.shared_tokens > 0
         assert report.kv_tokens_held == 0
         assert (report.preempted > 0) == ("tight" in form)
-        assert (engine._core._passes.near is None) == ("tight" in form or "paged" in form)
+        assert (engine._core._passes.near is not None) == in_rows(form)
         await engine.close()
 
     native.run(body)
@@ -68,7 +80,7 @@ def test_every_family_samples_with_the_logprobs_its_packed_forward_gives(native:
     async def body() -> None:
         config = native.tiny(**changes)
         decoder = new_decoder(config, seed=2, std=0.2)
-        for form in ("paged and chunked", "roomy"):
+        for form in ("paged and chunked", "roomy", "in C"):
             engine = native.engine_of(decoder, **FORMS[form])
             requests = native.crowd(8, want_routes=bool(config.experts))
             completions = await native.answers(engine, requests)
@@ -184,3 +196,18 @@ def test_the_noise_of_a_token_is_that_of_its_seed_and_its_place_in_the_sequence(
         await engine.close()
 
     native.run(body)
+
+
+def test_the_report_says_whether_kernels_in_c_decode_and_why_not(native: Any) -> None:
+    decoder = new_decoder(native.tiny(), seed=1)
+    found = built()
+    told = "; kernels in C" if not isinstance(found, str) else f"; no kernels in C: {found}"
+    assert native.engine_of(decoder).report().decoding.endswith(told)
+    assert "kernels" not in native.engine_of(decoder, kernels="off").report().decoding
+    torch.set_num_threads(2)
+    try:
+        assert "no kernels in C: they are for one thread" in native.engine_of(decoder).report().decoding
+    finally:
+        torch.set_num_threads(1)
+    half = Decoder(native.tiny(), compute_dtype=torch.bfloat16)
+    assert "no kernels in C: they are for fp32" in native.engine_of(half).report().decoding
