@@ -11,6 +11,7 @@ from contraflow.config.launch import Launch
 from contraflow.config.loss import Loss
 from contraflow.config.reading import check_recipe, check_section, load_recipe, load_sft_recipe, recipe_toml
 from contraflow.config.recipe import Buffer, Env, Model, Recipe, Reward, Rollout, Run, Runtime, Train, Weights
+from contraflow.config.sandbox import Sandbox
 from contraflow.config.server import Server
 from contraflow.config.sft import NewModel, Sft, SftRecipe
 
@@ -30,6 +31,7 @@ __all__ = [
     "Rollout",
     "Run",
     "Runtime",
+    "Sandbox",
     "Section",
     "Server",
     "Sft",

@@ -8,6 +8,7 @@ from contraflow.config.base import Compute, Count, Decay, Device, Seconds, Secti
 from contraflow.config.engine import Engine, Parallel
 from contraflow.config.judge import Judge
 from contraflow.config.loss import Loss
+from contraflow.config.sandbox import Sandbox
 
 
 class Run(Section):
@@ -45,7 +46,9 @@ class Env(Section):
 class Reward(Section):
     """Named parts and their weights; the reward of an episode is the weighted sum."""
 
-    parts: dict[str, float] = {"correct": 1.0}  # correct, format, judge, partial, score, tool, or your own
+    parts: dict[str, float] = {"correct": 1.0}  # a shipped one (see docs/environment.md), or your own
+    correct: str = "correct"  # the part that says whether an answer is right; held-out accuracy is its mean
+    sandbox: Sandbox = Sandbox()  # where `math`, `code` and `code_share` run programs
     judge: Judge = Judge()  # who is asked by the part `judge`
 
 

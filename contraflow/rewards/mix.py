@@ -1,13 +1,23 @@
 """Several named parts make one reward: their weighted sum. Broken parts are named, never averaged away."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
+
+import msgspec
 
 from contraflow.errors import ConfigError, RewardError
 from contraflow.rewards.base import Part, Transcript
 from contraflow.types import Task
+
+
+class Slow(msgspec.Struct, frozen=True):
+    """What parts that run programs need: so many calls at once, so many seconds for one, and to be closed."""
+
+    at_once: int
+    deadline_s: float
+    close: Callable[[], None]
 
 
 class Mix:
@@ -16,7 +26,16 @@ class Mix:
     Invariant: `parts` and `weights` have the same names, and some weight is not zero.
     """
 
-    def __init__(self, parts: Mapping[str, Part], weights: Mapping[str, float], *, bounded: bool) -> None:
+    def __init__(
+        self,
+        parts: Mapping[str, Part],
+        weights: Mapping[str, float],
+        *,
+        bounded: bool,
+        slow: Slow | None = None,
+        correct: str = "correct",
+    ) -> None:
+        """`slow`: what parts that run programs ask of the caller. The score of part `correct` is told as such."""
         for name, weight in weights.items():
             if not math.isfinite(weight):
                 raise ConfigError(f"reward.parts.{name} = {weight}: a weight is a finite number")
@@ -24,7 +43,9 @@ class Mix:
             raise ConfigError(f"reward.parts = {dict(weights)}: at least one weight has to differ from 0")
         self._parts = dict(parts)
         self._weights = dict(weights)
+        self._correct = correct
         self.bounded = bounded
+        self.slow = slow
 
     def score(self, task: Task, transcript: Transcript) -> tuple[float, dict[str, float]]:
         """The weighted sum, and every part by name.
@@ -32,10 +53,17 @@ class Mix:
         Raises: RewardError naming the part that raised, gave no number, or gave one that is not finite.
         """
         scores = {name: _call(name, part, task, transcript) for name, part in self._parts.items()}
+        if self._correct in scores:
+            scores["correct"] = scores[self._correct]
         total = sum(self._weights[name] * score for name, score in scores.items())
         if not math.isfinite(total):
             raise RewardError(f"the weighted sum of {scores} is {total}")
         return total, scores
+
+    def close(self) -> None:
+        """End what parts keep running. Only `score` is not allowed afterwards."""
+        if self.slow is not None:
+            self.slow.close()
 
 
 def _call(name: str, part: Part, task: Task, transcript: Transcript) -> float:

@@ -2,15 +2,18 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from contraflow.config import Judge
+from contraflow import config
 from contraflow.errors import ConfigError
 from contraflow.named import find
 from contraflow.rewards.base import Part
+from contraflow.rewards.code import CodePart
 from contraflow.rewards.judge import open_judge
-from contraflow.rewards.mix import Mix
+from contraflow.rewards.math import MathPart, open_math_sandbox
+from contraflow.rewards.mix import Mix, Slow
 from contraflow.rewards.rules import correct, partial, score, tool, well_formed
+from contraflow.rewards.sandbox.pool import Sandbox
 
 PARTS: dict[str, Part] = {
     "correct": correct,
@@ -21,20 +24,73 @@ PARTS: dict[str, Part] = {
 }
 
 
-def make_mix(weights: Mapping[str, float], *, judge: Judge | None = None) -> Mix:
-    """The weighted parts a recipe names: each one of `PARTS`, `judge`, or the user's own `module:PART` or
+Opened = tuple[Part, Sandbox]
+
+
+def _math(section: config.Sandbox) -> Opened:
+    sandbox = open_math_sandbox(section)
+    return MathPart(sandbox), sandbox
+
+
+def _code(section: config.Sandbox) -> Opened:
+    sandbox = Sandbox(section)
+    return CodePart(sandbox, share=False), sandbox
+
+
+def _code_share(section: config.Sandbox) -> Opened:
+    sandbox = Sandbox(section)
+    return CodePart(sandbox, share=True), sandbox
+
+
+RUNNING: dict[str, Callable[[config.Sandbox], Opened]] = {"math": _math, "code": _code, "code_share": _code_share}
+"""Parts that run programs: each has a sandbox of its own, which starts nothing before it is asked."""
+
+
+def make_mix(
+    weights: Mapping[str, float],
+    *,
+    judge: config.Judge | None = None,
+    correct_part: str = "correct",
+    sandbox: config.Sandbox | None = None,
+) -> Mix:
+    """The weighted parts a recipe names: each one of `PARTS` or `RUNNING`, `judge`, or the user's own `module:PART` or
     `file.py:PART`.
 
-    `judge` says whom the part of that name asks; its key is read from the environment here. `correct` is always
-    measured; unless named it weighs nothing.
+    `judge` says whom the part of that name asks; its key is read from the environment here. `sandbox` says where parts
+    run programs. `correct` is always measured, by the part that `correct_part` names; what is not in `weights` weighs
+    nothing.
     Raises: ConfigError for an unknown part, one that is no function, a weight that is not finite, or all of them 0.
     """
-    known = dict(PARTS)
-    if "judge" in weights:
-        known["judge"] = open_judge(judge or Judge(), os.environ, time.monotonic)
-    parts = {name: find(name, known, what="reward part") for name in weights}
+    names = dict.fromkeys(["correct", *weights, correct_part])
+    known: dict[str, Part] = dict(PARTS)
+    if "judge" in names:
+        known["judge"] = open_judge(judge or config.Judge(), os.environ, time.monotonic)
+    opened = {name: RUNNING[name](sandbox or config.Sandbox()) for name in names if name in RUNNING}
+    known |= {name: part for name, (part, _) in opened.items()}
+    closed = {name: RUNNING[name] for name in RUNNING if name not in opened}  # known, so that they can be hinted at
+    parts: dict[str, Part] = {name: find(name, known | closed, what="reward part") for name in names}
     for name, part in parts.items():
         if not callable(part):
             raise ConfigError(f"reward part {name!r} is a {type(part).__name__}; it has to be a function")
-    bounded = all(name in PARTS for name in parts)
-    return Mix({"correct": correct} | parts, {"correct": 0.0} | dict(weights), bounded=bounded)
+    return Mix(
+        parts,
+        dict.fromkeys(parts, 0.0) | dict(weights),
+        bounded=all(name in PARTS for name in parts),
+        slow=_slow([held for _, held in opened.values()]),
+        correct=correct_part,
+    )
+
+
+def _slow(sandboxes: list[Sandbox]) -> Slow | None:
+    if not sandboxes:
+        return None
+
+    def close() -> None:
+        for sandbox in sandboxes:
+            sandbox.close()
+
+    return Slow(
+        at_once=min(sandbox.section.processes for sandbox in sandboxes),
+        deadline_s=sum(sandbox.most_s for sandbox in sandboxes),
+        close=close,
+    )

@@ -20,17 +20,18 @@ _CHARS_PER_TOKEN = 32  # longer observations than this per token of context are 
 class Guard:
     """One environment and one mix, asked under the deadline of `foreign`. Safe to use for many episodes at once."""
 
-    def __init__(self, env: Env, mix: Mix, foreign: Foreign, *, max_chars: int) -> None:
-        """`max_chars`: an observation longer than this is taken for nonsense."""
+    def __init__(self, env: Env, mix: Mix, foreign: Foreign, *, judging: Foreign, max_chars: int) -> None:
+        """`judging` asks the rewards; `max_chars`: an observation longer than this is taken for nonsense."""
         self._env = env
         self._mix = mix
         self._foreign = foreign
+        self._judging = judging
         self._max_chars = max_chars
 
     @property
     def lost_threads(self) -> int:
         """Threads inside a call of the environment or a reward that was given up and has not returned."""
-        return self._foreign.lost
+        return self._foreign.lost + (0 if self._judging is self._foreign else self._judging.lost)
 
     async def task(self, split: Split, index: int) -> Task:
         """Task `index` of a split. Raises TaskError when the environment raises, hangs or gives no task."""
@@ -67,19 +68,24 @@ class Guard:
     async def score(self, task: Task, transcript: Transcript) -> tuple[float, dict[str, float]]:
         """The reward and its parts. Raises RewardError when a part raises, hangs or gives no finite number."""
         mix = self._mix
-        reward, parts = await self._foreign.call(
+        reward, parts = await self._judging.call(
             mix.score, task, transcript, what="the reward", fail=RewardError, quick=mix.bounded
         )
         return reward, parts
 
     def close(self) -> None:
-        """Let idle threads end."""
+        """Let idle threads end, and what the rewards keep running."""
         self._foreign.close()
+        self._judging.close()
+        self._mix.close()
 
     async def _ask(self, function: Any, *args: Any, what: str) -> Any:
         return await self._foreign.call(function, *args, what=what, fail=TaskError, quick=self._env.bounded)
 
 
 def make_guard(env: Env, mix: Mix, *, deadline_s: float, context_tokens: int) -> Guard:
-    """A guard for episodes of at most `context_tokens`, whose every wait ends after `deadline_s`."""
-    return Guard(env, mix, Foreign(deadline_s), max_chars=_CHARS_PER_TOKEN * context_tokens)
+    """A guard for episodes of at most `context_tokens`, whose every wait ends after `deadline_s`; rewards that run
+    programs have their own time on top, and as many calls at once as they can run."""
+    foreign, slow = Foreign(deadline_s), mix.slow
+    judging = foreign if slow is None else Foreign(deadline_s + slow.deadline_s, threads=slow.at_once)
+    return Guard(env, mix, foreign, judging=judging, max_chars=_CHARS_PER_TOKEN * context_tokens)

@@ -25,7 +25,8 @@ async def check_tasks(recipe: Recipe, folder: Path, *, tasks: int = 8) -> None:
 
     Raises: ConfigError (unknown or broken environment or reward, a task that cannot be played), ModelError (tokenizer).
     """
-    env, mix = make_env(recipe.env.name, recipe.env.options), make_mix(recipe.reward.parts, judge=recipe.reward.judge)
+    env, reward = make_env(recipe.env.name, recipe.env.options), recipe.reward
+    mix = make_mix(reward.parts, judge=reward.judge, correct_part=reward.correct, sandbox=reward.sandbox)
     tokenizer, limits = Tokenizer.load(folder), Limits.of(recipe.rollout, recipe.engine)
     for task in await check_reference(env, mix, tasks, deadline_s=recipe.env.step_deadline_s):
         _check_room(task, tokenizer, limits)

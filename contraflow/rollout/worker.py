@@ -301,7 +301,7 @@ def make_rollout_worker(  # noqa: PLR0913 - the sections of a recipe that are th
     """
     guard = make_guard(
         make_env(env.name, env.options),
-        make_mix(reward.parts, judge=reward.judge),
+        make_mix(reward.parts, judge=reward.judge, correct_part=reward.correct, sandbox=reward.sandbox),
         deadline_s=env.step_deadline_s,
         context_tokens=engine.context_tokens,
     )
