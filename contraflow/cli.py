@@ -217,6 +217,27 @@ def upcycle(
     typer.echo(f"wrote {folder}: {experts} experts a layer, top-{top_k}")
 
 
+@app.command()
+def sandbox(
+    isolation: Annotated[str, typer.Option(help="namespaces or filters")] = "namespaces",
+    programs: Annotated[int, typer.Option(min=1, help="empty programs to run, one after the other")] = 100,
+) -> None:
+    """Say what holds the programs that rewards run on this machine, and how many it runs a second; or why it can't."""
+    from contraflow import config
+    from contraflow.rewards.sandbox.pool import Program, Sandbox
+
+    cells = Sandbox(config.check_section(config.Sandbox, {"isolation": isolation}))
+    try:
+        cells.run(Program("import decimal"))
+        began = time.monotonic()
+        for _ in range(programs):
+            cells.run(Program(""))
+        rate = programs / (time.monotonic() - began)
+    finally:
+        cells.close()
+    typer.echo(f"{cells.isolation}\n{rate:,.0f} empty programs a second, one after the other")
+
+
 @bench.command("dispatch")
 def bench_dispatch(
     ranks: Annotated[int, typer.Option(help="processes, at least 2, sharing out the experts")] = 4,

@@ -140,6 +140,7 @@ def test_every_setting_is_explained_with_its_default() -> None:
         ("engine", "server"),
         ("train", "parallel"),
         ("reward", "judge"),
+        ("reward", "sandbox"),
     ):
         sections[f"{name}.{nested}"] = sections[name].pop(nested)
     for name, section in sections.items():

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or os.uname().machine != "x86_64", reason="numbers of x86-64 Linux"
 )
 SQUARE = Task(key="train/0", prompt="", reference="", facts={"tests": '[{"assert": "assert square(7) == 49"}]'})
-LIMITS = config.Sandbox(processes=1, cpu_s=1, wall_s=3, memory_mb=64, file_kb=512)
+LIMITS = config.Sandbox(processes=1, cpu_s=1, wall_s=2, memory_mb=64, file_kb=512)
 SANDBOX = sorted(Path(pool.__file__).parent.glob("*.py"))
 
 
@@ -94,6 +94,7 @@ def test_a_cheat_earns_nothing_and_the_next_program_does(sandbox, cheat: Cheat):
     assert part(SQUARE, said("def square(x): return x * x")) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(status("Seccomp") != "0", reason="this machine refuses calls to everybody")
 @pytest.mark.parametrize("attempt", [one for one in ATTEMPTS if one.bare], ids=lambda one: one.name.replace(" ", "-"))
 def test_outside_of_the_sandbox_the_same_attempt_gets_through(attempt: Attempt, surroundings, tmp_path, monkeypatch):
@@ -124,21 +125,21 @@ NO_SCRATCH = ("confine.py", "nr_inodes={_SCRATCH_FILES},", "")
     ("name", "parts"),
     [
         ("forks", [NO_FILTER]),
-        ("opens an internet socket", [NO_FILTER]),
-        ("opens a netlink socket", [NO_FILTER]),
-        ("unshares a user namespace", [NO_FILTER]),
-        ("shares memory by System V", [NO_FILTER]),
-        ("makes a program of memory", [NO_FILTER]),
-        ("is traced", [NO_FILTER]),
-        ("makes a setuid file", [NO_FILTER]),
-        ("reads /etc/passwd", [NO_ROOM, NO_PLACE, NO_USER]),
-        ("lists home folders", [NO_ROOM, NO_PLACE, NO_USER]),
+        pytest.param("opens an internet socket", [NO_FILTER], marks=pytest.mark.slow),
+        pytest.param("opens a netlink socket", [NO_FILTER], marks=pytest.mark.slow),
+        pytest.param("unshares a user namespace", [NO_FILTER], marks=pytest.mark.slow),
+        pytest.param("shares memory by System V", [NO_FILTER], marks=pytest.mark.slow),
+        pytest.param("makes a program of memory", [NO_FILTER], marks=pytest.mark.slow),
+        pytest.param("is traced", [NO_FILTER], marks=pytest.mark.slow),
+        pytest.param("makes a setuid file", [NO_FILTER], marks=pytest.mark.slow),
+        pytest.param("reads /etc/passwd", [NO_ROOM, NO_PLACE, NO_USER], marks=pytest.mark.slow),
+        pytest.param("lists home folders", [NO_ROOM, NO_PLACE, NO_USER], marks=pytest.mark.slow),
         ("connects to a server", [NO_ROOM, NO_PLACE, NO_USER, NO_FILTER]),
-        ("takes memory at once", [NO_LIMITS]),
-        ("maps memory", [NO_LIMITS]),
+        pytest.param("takes memory at once", [NO_LIMITS], marks=pytest.mark.slow),
+        pytest.param("maps memory", [NO_LIMITS], marks=pytest.mark.slow),
         ("makes a huge file of nothing", [NO_LIMITS]),
         ("uses inherited descriptors", [NO_CLOSING]),
-        ("makes files without end", [NO_SCRATCH]),
+        pytest.param("makes files without end", [NO_SCRATCH], marks=pytest.mark.slow),
     ],
 )
 def test_an_attempt_gets_through_once_the_part_that_stops_it_is_off(name, parts, surroundings, tmp_path, monkeypatch):

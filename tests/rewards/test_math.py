@@ -1,4 +1,4 @@
-"""Answers judged by the real math-verify, which tests do not install: `make test-math`."""
+"""Answers judged by the real math-verify."""
 
 import importlib.util
 
@@ -11,12 +11,12 @@ from contraflow.rewards.registry import make_mix
 from contraflow.types import StopReason, Task
 
 INSTALLED = importlib.util.find_spec("math_verify") is not None
-needed = pytest.mark.skipif(not INSTALLED, reason="needs math-verify: make test-math")
+needed = pytest.mark.skipif(not INSTALLED, reason="needs math-verify")
 
 
 @pytest.fixture(scope="module")
 def score():
-    mix = make_mix({"math": 1.0}, correct_part="math", sandbox=config.Sandbox(processes=1, cpu_s=2, wall_s=20.0))
+    mix = make_mix({"math": 1.0}, correct_part="math", sandbox=config.Sandbox(processes=1, cpu_s=1, wall_s=20.0))
 
     def score(reference, answer):
         task = Task(key="train/0", prompt="", reference=reference)
@@ -82,6 +82,7 @@ HOSTILE = [
     r"$\int_0^\infty \frac{\sin(x^{x^{x}})}{x^{x}} dx$",
     r"$\sum_{n=1}^{10^{100}} \frac{1}{n^n}$",
 ]
+QUICK = (0, 8, 9)  # the others use their limits up
 
 
 @needed
@@ -97,7 +98,14 @@ def test_answers_that_are_not_earn_0(score, reference, answer):
 
 
 @needed
-@pytest.mark.parametrize("answer", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize(
+    "answer",
+    [
+        answer if place in QUICK else pytest.param(answer, marks=pytest.mark.slow)
+        for place, answer in enumerate(HOSTILE)
+    ],
+    ids=range(len(HOSTILE)),
+)
 def test_a_hostile_answer_earns_0_and_the_next_is_judged(score, answer):
     assert score("7", answer) == 0
     assert score("7", "$7$") == 1

@@ -1,5 +1,6 @@
 """Cells: what a program finds, what is left of one for the next, and what becomes of a cell that dies or hangs."""
 
+import ast
 import os
 import re
 import secrets
@@ -209,3 +210,14 @@ def test_numbers_of_system_calls_are_those_of_the_kernels_headers(machine):
     ours = syscalls.allowed(machine) | syscalls.judged(machine)
     assert {name: named.get(name) for name in ours} == {name: str(number) for name, number in ours.items()}
     assert not {"kill", "socket", "execve", "ptrace", "chmod", "mount", "fork", "setuid"} & set(ours)
+
+
+def test_what_runs_in_a_cell_needs_the_standard_library_only():
+    for path in Path(pool.__file__).parent.glob("*.py"):
+        if path.name == "pool.py":
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        names += [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        strange = [name for name in names if name.split(".")[0] not in sys.stdlib_module_names]
+        assert all(name.startswith("contraflow.rewards.sandbox") for name in strange), (path.name, strange)

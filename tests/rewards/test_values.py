@@ -28,7 +28,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(VALUES, VALUES)
 def test_values_have_equal_tokens_exactly_when_they_are_equal(one, other):
     assert (tokens_of(one) == tokens_of(other)) == (one == other)

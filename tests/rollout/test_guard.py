@@ -7,6 +7,7 @@ import threading
 import msgspec
 import pytest
 
+from contraflow import config
 from contraflow.envs.base import Observation
 from contraflow.errors import RewardError, TaskError
 from contraflow.rewards.base import Said, Transcript
@@ -113,3 +114,19 @@ def test_a_reward_that_hangs_is_given_up():
         release.set()
 
     ask(Scripted(), question, mix=mix)
+
+
+def test_a_reward_that_runs_programs_has_its_own_time_and_ends_with_the_guard():
+    mix = make_mix({"code": 1.0}, correct_part="code", sandbox=config.Sandbox(processes=2))
+    task = msgspec.structs.replace(TASK, facts={"tests": '[{"assert": "assert f(2) == 4"}]'})
+    slow = "import time; time.sleep(0.4)\ndef f(x): return x * x"  # longer than the environment's deadline
+
+    async def question(guard):
+        answers = ["def f(x): return x * x", "def f(x): return x", slow, "import os; os._exit(0)"]
+        said = [Transcript((Said("model", answer),), StopReason.STOP) for answer in answers]
+        scores = await asyncio.gather(*(guard.score(task, transcript) for transcript in said))
+        return [reward for reward, _ in scores]
+
+    assert ask(Scripted(), question, mix=mix) == [1.0, 0.0, 1.0, 0.0]
+    with pytest.raises(RewardError, match="closed"):
+        mix.score(task, RIGHT)
