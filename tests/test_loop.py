@@ -334,6 +334,26 @@ def test_weights_that_travel_in_bf16_and_as_deltas_are_proven_and_move_few_bytes
             assert record["moved"] < record["bytes"] / 2
 
 
+def test_replayed_experts_of_a_synchronous_run_are_those_the_trainer_would_choose(
+    tiny_moe: Path, tmp_path: Path
+) -> None:
+    """Engine and trainer have the same weights and the same arithmetic: a difference would be an error of carriage."""
+    recipe = recipe_of(
+        tiny_moe,
+        run={"steps": 3, "eval_every": 3},
+        engine={"kind": "native", "routes": True, "context_tokens": 48},
+        buffer={"max_age": 0},
+        train={"routing": "r3", "missing_routes": "refuse"},
+        loss={"balance_weight": 0.01},  # so that groups without signal are trained too
+    )
+    run(recipe, tmp_path)
+    for step in steps_of(tmp_path):
+        assert step["applied"]
+        assert step["replayed_tokens"] > step["trained_tokens"]  # prompts are replayed too
+        assert step["routes_differ"] == step["first_differs"] == [0.0] * len(step["routes_differ"])
+        assert (step["routes_missing"], step["routes_dropped"]) == (0, 0)
+
+
 def test_experts_that_travel_in_float8_are_proven_as_the_engine_holds_them_and_told_apart(
     tiny_moe: Path, tmp_path: Path
 ) -> None:
