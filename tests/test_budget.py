@@ -34,6 +34,7 @@ def test_each_outside_library_stays_in_its_place() -> None:
         "zmq": "runtime/",
         "typer": "cli.py",
         "tokenizers": "model/tokenizer.py",
+        "transformers": "model/chat.py",
         "triton": ("model/kernels_", "dispatch/nvlink_kernels.py"),
         "h11": "rollout/http",
         "vllm": "rollout/vllm_extension.py",

@@ -13,10 +13,11 @@ from contraflow.config.reading import check_recipe, check_section, load_recipe, 
 from contraflow.config.recipe import Buffer, Env, Model, Recipe, Reward, Rollout, Run, Runtime, Train, Weights
 from contraflow.config.sandbox import Sandbox
 from contraflow.config.server import Server
-from contraflow.config.sft import NewModel, Sft, SftRecipe
+from contraflow.config.sft import Chat, NewModel, Sft, SftRecipe
 
 __all__ = [
     "Buffer",
+    "Chat",
     "Compute",
     "Engine",
     "Env",

@@ -1,13 +1,15 @@
 """Supervised training: cross-entropy on what the model should have said, until a held-out accuracy is reached.
 
-Takes a decoder and conversations, moves the weights, tells of it at every look; `make_model` does that for a recipe and
-writes the model folder. Reproducible from its seed. Does not sample: accuracy needs one forward pass (see `accuracy`).
-Shape letters: N trained tokens, V vocabulary.
+Takes a decoder and samples, moves the weights, tells of it at every look; `make_model` does that for a recipe, with an
+environment's answers or rows of a file, and writes the model folder. Reproducible from its seed. Does not sample.
+Shape letters: F fed tokens, N trained ones, C of these at a time, D width.
 """
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,27 +20,38 @@ from contraflow.envs.base import Env, Split
 from contraflow.envs.registry import make_env
 from contraflow.errors import ConfigError, ModelError
 from contraflow.model.builtin import model_folder
+from contraflow.model.chat import ChatTemplate
 from contraflow.model.decoder import Decoder, new_decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.folder import copy_companions, load_folder, save_folder
 from contraflow.model.tokenizer import ALPHABET, Tokenizer, build_char_tokenizer
+from contraflow.parallel.devices import DTYPES, check_device, device_of, enter_device, visible_gpus
 from contraflow.rewards.base import Said
 from contraflow.telemetry import Account, Clock
 from contraflow.train.batcher import pack
-from contraflow.train.forward import feed
+from contraflow.train.chat import Rows, read_rows
+from contraflow.train.forward import feed, score_hidden
 from contraflow.train.optimizer import Optimizer
 from contraflow.train.update import Updater
 from contraflow.types import Sample, Task
 
+LOOKED_AT = 1024  # tokens whose logits are held at once
 Example = Sequence[Said]  # a whole conversation; the model's turns are learned, each with an end token
 
 
+class HeldOut(NamedTuple):
+    """What held-out samples say: share answered word for word by greedy decoding, mean loss of a learned token."""
+
+    accuracy: float
+    loss: float
+
+
 class Look(msgspec.Struct, frozen=True):
-    """Where supervised training stands: updates done, mean loss per token since the last look, held-out accuracy."""
+    """Where supervised training stands: updates done, mean loss per token since the last look, what is held out."""
 
     update: int
     loss: float
-    accuracy: float  # -1 when there is nothing held out
+    held_out: HeldOut | None  # None when nothing is
     tokens: int  # trained so far
 
 
@@ -60,7 +73,8 @@ def sft(
     optimizer = Optimizer(decoder, section)
     updater = Updater(decoder, optimizer, account, balance_weight=section.balance_weight)
     losses, tokens = list[float](), 0
-    for chosen in _rounds(examples, section):
+    updates = planned(len(examples), section)
+    for chosen in _rounds(examples, section, updates):
         batches = pack(chosen, tokens_per_batch=section.tokens_per_batch, reduction="token")
         done = updater.update(
             batches,
@@ -70,31 +84,34 @@ def sft(
         )
         losses.append(done.loss - section.balance_weight * done.balance)
         tokens += sum(int(np.count_nonzero(batch.mask)) for batch in batches)
-        if optimizer.updates % section.look_every == 0 or optimizer.updates == section.updates:
+        if optimizer.updates % section.look_every == 0 or optimizer.updates == updates:
             with account.charge("look"):
-                found = accuracy(decoder, held_out, section.tokens_per_batch) if held_out else -1.0
+                found = look_at(decoder, held_out, section.tokens_per_batch) if held_out else None
             yield Look(optimizer.updates, sum(losses) / len(losses), found, tokens)
             losses = []
-            if found >= section.stop_at_accuracy:
+            if found and found.accuracy >= section.stop_at_accuracy:
                 return
 
 
 @torch.no_grad()
-def accuracy(decoder: Decoder, samples: Sequence[Sample], tokens_per_batch: int) -> float:
-    """Share of the samples that greedy decoding would answer word for word.
+def look_at(decoder: Decoder, samples: Sequence[Sample], tokens_per_batch: int) -> HeldOut:
+    """How well held-out samples are known; 0 of none.
 
     Greedy decoding says exactly the reference if and only if, fed the reference, every learned token is the likeliest:
-    one forward pass, no generation. Where a task has several right answers this is a lower bound.
+    one forward pass, no generation. Where a task has several right answers the accuracy is a lower bound.
     """
-    right = 0
+    right, loss, learned = 0, 0.0, 0
     for batch in pack(samples, tokens_per_batch=tokens_per_batch, reduction="token"):
         fed = feed(batch, decoder.head.device)
         hidden_FD = decoder(fed.tokens_F, fed.positions_F, fed.plan)
-        best_N = decoder.logits(hidden_FD.index_select(0, fed.rows_N)).argmax(-1)
+        chunks = hidden_FD.index_select(0, fed.rows_N).split(LOOKED_AT)
         hits = np.ones(batch.tokens.size, np.bool_)
-        hits[batch.mask] = (best_N == fed.targets_N).cpu().numpy()
+        likeliest_N = torch.cat([decoder.logits(hidden_CD).argmax(-1) for hidden_CD in chunks])
+        hits[batch.mask] = (likeliest_N == fed.targets_N).cpu().numpy()
         right += int(np.logical_and.reduceat(hits, batch.starts[:-1]).sum())
-    return right / len(samples) if samples else 0.0
+        loss -= float(score_hidden(hidden_FD, decoder, fed, 1.0).logprobs_N.double().sum())
+        learned += len(fed.targets_N)
+    return HeldOut(right / len(samples), loss / learned) if samples else HeldOut(0.0, 0.0)
 
 
 def encode(example: Example, tokenizer: Tokenizer) -> Sample:
@@ -128,43 +145,104 @@ def answered(task: Task) -> Example:
 def make_model(recipe: config.SftRecipe, folder: Path, *, clock: Clock) -> Iterator[str]:
     """Make a model as the recipe says and write it to `folder`, a new Hugging Face folder; tells of it line by line.
 
-    The folder appears when the model is whole. Raises ConfigError when it is in use or a part of the recipe does not
-    fit, ModelError, TrainingError.
+    The folder appears when the model is whole; with `sft.save_every`, FOLDER.update-N beside it holds the last copy
+    made on the way. Raises: ConfigError (in use, or a part of the recipe does not fit), ModelError, TrainingError.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty; a new model wants a folder of its own")
-    env = make_env(recipe.env.name, recipe.env.options)
-    looked_at = env if recipe.look is None else make_env(recipe.look.name, recipe.look.options)
+    device = recipe.sft.device
+    check_device("sft.device", device, ranks=1, visible=visible_gpus(device))
+    enter_device(device_of(device))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as name:
         draft = Path(name) / folder.name
-        yield from _make(recipe, draft, env, looked_at, Account(clock, "batch"))
+        yield from _make(recipe, draft, folder, Account(clock, "batch"))
         draft.rename(folder)
     yield f"wrote {folder}"
 
 
-def _make(recipe: config.SftRecipe, draft: Path, env: Env, looked_at: Env, account: Account) -> Iterator[str]:
+def _make(recipe: config.SftRecipe, draft: Path, folder: Path, account: Account) -> Iterator[str]:
+    sources = _Sources(recipe)
     tokenizer = _tokenizer(recipe.model, draft)
-    decoder = _start(recipe.model, tokenizer, recipe.sft.seed)
-    examples = _samples(env, "train", recipe.sft.examples, tokenizer)
-    held_out = _samples(looked_at, "test", recipe.sft.held_out, tokenizer)
+    examples, held_out, told = sources.samples(tokenizer)
+    decoder = _start(recipe, tokenizer)
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
-    yield f"{parameters:,} parameters, {len(examples):,} examples, {len(held_out):,} held out"
-    for look in sft(decoder, examples, recipe.sft, account, held_out=held_out):
-        found = f"   held-out {look.accuracy:.3f}" if held_out else ""
+    counted = f"{parameters:,} parameters, {len(examples):,} examples, {len(held_out):,} held out"
+    yield ", ".join(filter(None, [counted, told]))
+    saved, section = 0, recipe.sft
+    for look in sft(decoder, examples, section, account, held_out=held_out):
+        found = f"   held-out {look.held_out.accuracy:.3f} loss {look.held_out.loss:.4f}" if look.held_out else ""
         seconds = sum(account.seconds().values())
         yield f"update {look.update:5d}   loss {look.loss:.4f}{found}   {look.tokens:,} tokens   {seconds:.1f} s"
+        if section.save_every and look.update // section.save_every > saved // section.save_every:
+            with account.charge("save"):
+                _save_aside(decoder, draft, folder, look.update)
+            saved = look.update
     save_folder(decoder, draft)
 
 
-def _rounds(examples: Sequence[Sample], section: config.Sft) -> Iterator[list[Sample]]:
-    """`section.updates` handfuls of examples, pass after pass."""
+def _save_aside(decoder: Decoder, draft: Path, folder: Path, update: int) -> None:
+    """FOLDER.update-N, whole or not at all, in place of an older one. Weights only: moments begin anew from it."""
+    older = list(folder.parent.glob(f"{folder.name}.update-*"))
+    part = draft.with_name(f"{draft.name}-part")
+    save_folder(decoder, part)
+    copy_companions(draft, part)
+    part.rename(folder.with_name(f"{folder.name}.update-{update}"))
+    for old in older:
+        shutil.rmtree(old)
+
+
+class _Sources:
+    """Where a recipe's samples come from. Environments are opened at once, so that a wrong name is refused first."""
+
+    def __init__(self, recipe: config.SftRecipe) -> None:
+        self._recipe, chat = recipe, recipe.chat
+        self._env = None if chat.file else make_env(recipe.env.name, recipe.env.options)
+        self._looked_at = self._env if recipe.look is None else make_env(recipe.look.name, recipe.look.options)
+
+    def samples(self, tokenizer: Tokenizer) -> tuple[list[Sample], list[Sample], str]:
+        """Samples to learn, samples to look at, and what there is to tell about them."""
+        section, told = self._recipe.sft, ""
+        if self._env is None:
+            examples, held_out, told = self._rows(tokenizer)
+        else:
+            examples, held_out = _samples(self._env, "train", section.examples, tokenizer), []
+        if self._looked_at is not None:
+            held_out = _samples(self._looked_at, "test", section.held_out, tokenizer)
+        return examples, held_out, told
+
+    def _rows(self, tokenizer: Tokenizer) -> tuple[list[Sample], list[Sample], str]:
+        chat, section = self._recipe.chat, self._recipe.sft
+        folder = model_folder(self._recipe.model.folder)
+
+        def read(file: str, most: int) -> Rows:
+            return read_rows(Path(file), chat, tokenizer, lambda: ChatTemplate.load(folder), most=most)
+
+        if chat.held_out_file:
+            rows, looked_at = read(chat.file, section.examples), read(chat.held_out_file, section.held_out).samples
+            return rows.samples, looked_at, rows.told()
+        rows = read(chat.file, section.examples + section.held_out)
+        own = 0 if self._recipe.look else min(section.held_out, len(rows.samples) - 1)
+        cut = len(rows.samples) - max(own, 0)
+        return rows.samples[:cut], rows.samples[cut:], rows.told()
+
+
+def planned(examples: int, section: config.Sft) -> int:
+    """Updates at most: `section.updates`, or fewer when `section.passes` over the examples are done before."""
+    whole = -(-section.passes * examples // section.examples_per_update)
+    return min(section.updates, whole) if section.passes else section.updates
+
+
+def _rounds(examples: Sequence[Sample], section: config.Sft, updates: int) -> Iterator[list[Sample]]:
+    """So many handfuls of examples, pass after pass; the last one may be smaller when passes are counted."""
+    left = section.passes * len(examples) if section.passes else updates * section.examples_per_update
     queue, passes = list[int](), 0
-    for _ in range(section.updates):
-        while len(queue) < section.examples_per_update:
+    for _ in range(updates):
+        size = min(section.examples_per_update, left)
+        while len(queue) < size:
             queue += np.random.default_rng([section.seed % 2**64, passes]).permutation(len(examples)).tolist()
             passes += 1
-        chosen, queue = queue[: section.examples_per_update], queue[section.examples_per_update :]
+        chosen, queue, left = queue[:size], queue[size:], left - size
         yield [examples[index] for index in chosen]
 
 
@@ -181,8 +259,12 @@ def _tokenizer(model: config.NewModel, folder: Path) -> Tokenizer:
     return Tokenizer.load(folder)
 
 
-def _start(model: config.NewModel, tokenizer: Tokenizer, seed: int) -> Decoder:
+def _start(recipe: config.SftRecipe, tokenizer: Tokenizer) -> Decoder:
+    model, section = recipe.model, recipe.sft
+    device, compute = device_of(section.device), DTYPES[section.compute]
     if model.folder:
-        return load_folder(model_folder(model.folder))
+        return load_folder(model_folder(model.folder), device=device, compute_dtype=compute)
     tree = {"vocab_size": tokenizer.size, "eos_token_id": tokenizer.eos, **model.config}
-    return new_decoder(ModelConfig.from_hf(tree), seed=seed)
+    decoder = new_decoder(ModelConfig.from_hf(tree), seed=section.seed, device=device)
+    decoder.compute_dtype = compute
+    return decoder

@@ -16,7 +16,7 @@ from contraflow.model.folder import load_folder
 from contraflow.model.tokenizer import Tokenizer
 from contraflow.rollout.evaluate import Report, Subject, evaluate, find_model
 from contraflow.rollout.examine import Exam
-from contraflow.train.sft import accuracy, answered, encode
+from contraflow.train.sft import answered, encode, look_at
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny_cpu.toml"
 TASKS = 40
@@ -37,7 +37,7 @@ def test_greedy_answers_are_as_right_as_one_forward_pass_over_the_references_say
     (result,) = ask(recipe, folder).results
     env, tokenizer = make_env(recipe.env.name, recipe.env.options), Tokenizer.load(folder)
     samples = [encode(answered(env.task("test", index)), tokenizer) for index in range(TASKS)]
-    assert result.measures["pass@1"].mean == pytest.approx(accuracy(load_folder(folder), samples, 4096))
+    assert result.measures["pass@1"].mean == pytest.approx(look_at(load_folder(folder), samples, 4096).accuracy)
     assert result.measures["pass@1"] == result.measures["correct"]
     assert 0 < result.measures["pass@1"].mean < 1
     mixed = 0.7 * result.measures["correct"].mean + 0.3 * result.measures["partial"].mean

@@ -13,7 +13,7 @@ from contraflow.model.folder import load_folder
 from contraflow.model.tokenizer import Tokenizer, build_char_tokenizer
 from contraflow.rewards.base import Said
 from contraflow.telemetry import Account
-from contraflow.train.sft import accuracy, encode, make_model, sft
+from contraflow.train.sft import HeldOut, encode, look_at, make_model, planned, sft
 from contraflow.types import Sample
 
 SHAPE = {
@@ -105,8 +105,8 @@ def test_accuracy_is_that_of_greedy_decoding(tokenizer, budget):
                 versions=zeros.astype(np.int32),
             )
         )
-    assert accuracy(decoder, samples, budget) == pytest.approx(10 / 30)
-    assert accuracy(decoder, [], budget) == 0.0
+    assert look_at(decoder, samples, budget).accuracy == pytest.approx(10 / 30)
+    assert look_at(decoder, [], budget) == HeldOut(0.0, 0.0)
 
 
 def test_it_learns_looks_and_stops_where_it_is_told_to(tokenizer):
@@ -114,8 +114,8 @@ def test_it_learns_looks_and_stops_where_it_is_told_to(tokenizer):
     looks = list(sft(decoder, examples, section(stop_at_accuracy=0.9, updates=400), account(), held_out=examples))
     assert [look.update for look in looks] == [10 * (i + 1) for i in range(len(looks))]
     assert looks[-1].update < 400
-    assert looks[-1].accuracy >= 0.9
-    assert all(look.accuracy < 0.9 for look in looks[:-1])
+    assert looks[-1].held_out.accuracy >= 0.9
+    assert all(look.held_out.accuracy < 0.9 for look in looks[:-1])
     assert looks[-1].loss < looks[0].loss
     assert looks[0].tokens == 10 * 16 * 2
 
@@ -129,9 +129,10 @@ def test_the_loss_is_the_mean_cross_entropy_of_the_learned_tokens(tokenizer):
         at = np.flatnonzero(sample.mask)
         total += float(torch.nn.functional.cross_entropy(logits[at - 1], ids[at], reduction="sum").detach())
         count += len(at)
+    assert look_at(decoder, examples, 20).loss == pytest.approx(total / count, rel=1e-5)
     (look,) = sft(decoder, examples, section(updates=1, balance_weight=0.3, tokens_per_batch=20), account())
     assert look.loss == pytest.approx(total / count, rel=1e-5)
-    assert (look.accuracy, look.tokens) == (-1.0, count)
+    assert (look.held_out, look.tokens) == (None, count)
 
 
 def test_a_seed_gives_the_same_bytes_and_another_one_does_not(tokenizer):
@@ -208,3 +209,21 @@ def test_a_recipe_that_does_not_fit_leaves_nothing_behind(tmp_path):
             )
         )
     assert [path.name for path in tmp_path.iterdir()] == ["used"]
+
+
+def test_passes_end_the_training_when_every_example_was_seen_so_often(tokenizer):
+    # 20 examples, 16 an update, three passes: 60 examples in four updates, the last of them of 12.
+    few = section(passes=3, updates=50, look_every=50)
+    assert (planned(20, few), planned(20, section(updates=3, passes=3)), planned(20, section(updates=7))) == (4, 3, 7)
+    examples = copies(tokenizer)
+    (look,) = sft(fresh(tokenizer), examples, few, account())
+    assert look.update == 4
+    assert look.tokens == 3 * sum(int(s.mask.sum()) for s in examples)
+
+
+def test_a_copy_is_kept_on_the_way_and_one_can_go_on_from_it(tmp_path):
+    sizes = {"examples": 64, "updates": 5, "look_every": 1, "held_out": 0, "examples_per_update": 16, "save_every": 2}
+    list(make_model(recipe(sft=sizes), tmp_path / "made", clock=lambda: 0.0))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "made.update-4"]
+    further = recipe(model={"folder": str(tmp_path / "made.update-4")}, sft=sizes | {"save_every": 0})
+    assert list(make_model(further, tmp_path / "further", clock=lambda: 0.0))[-1].startswith("wrote")
