@@ -23,7 +23,7 @@ from contraflow.model.router import Router, Tape
 from contraflow.model.sigmoid_router import SigmoidRouter
 
 EXPERTS = ("gate_up", "down", "gate_up_bias", "down_bias")  # parameters with a row an expert; biases are gpt-oss's
-FEW_ROWS = 32  # of an expert on average, up to which a CPU's kernels are taken
+FEW_ROWS = 32  # of an expert on average, up to which C beats torch on a CPU at every width measured (64 to 1024)
 MOST_PAIRS = 32768  # that our kernels take, and were measured with: beyond, a prefill is given to torch's matmuls
 
 
@@ -89,7 +89,7 @@ class MoE(nn.Module):
         return lossless and self.down_bias is None and self.gate_up.dtype == self.down.dtype == x_TD.dtype
 
     def few(self, x_TD: Tensor, pairs: int) -> bool:
-        """Whether a CPU's kernels do all of the mixture for so many pairs: with more, torch's matmuls are faster."""
+        """Whether a CPU's kernels do all of the mixture for so many pairs: with many, torch's matmuls are as fast."""
         plain = type(self.dispatch) is LocalDispatch and self.dispatch.capacity is None and self.down_bias is None
         same = self.gate_up.dtype == self.down.dtype == x_TD.dtype == torch.float32
         return plain and same and pairs <= FEW_ROWS * len(self.down) and torch.is_inference_mode_enabled()
