@@ -59,7 +59,7 @@ class Loop:
         self.progress = Progress(system.first_step, note=system.note)
         self._stop = asyncio.Event()
         self._admitted: asyncio.Queue[Ticket] = asyncio.Queue()
-        self._playing: dict[str, dict[int, Ticket]] = {}
+        self._playing: dict[str, set[Ticket]] = {}  # by worker; two attempts at a group may overlap
         self._deaths: dict[str, int] = {}
         self.saver = Saver(system, recipe)
         self._leaving: set[str] = set()
@@ -107,7 +107,7 @@ class Loop:
             cause = "its engine to serve the newest version"
             await self._until(lambda: self._fresh(name), f"play on {name}", cause, self._patience_s)
             ticket = await self._admitted.get()
-            playing[ticket.group] = ticket
+            playing.add(ticket)
             deadline_s = self.recipe.rollout.group_deadline_s + GRACE_S  # the worker's own comes first
             try:
                 summary = await worker.call(deadline_s, RolloutWorker.run_group, ticket)
@@ -116,13 +116,16 @@ class Loop:
             else:
                 self.progress.posed.add(summary.lengths)
                 self.progress.cut += summary.cut
+                if summary.continued:
+                    told = {"group": ticket.group, "episodes": summary.continued, "tokens": summary.saved}
+                    self._record("continued", worker=name, **told)
                 if summary.lagging:  # a newer version got served elsewhere between check and start, or it leaves
                     self._admitted.put_nowait(ticket)
                 elif summary.given_up:
                     await self._lost(ticket, summary.given_up)
-                else:
+                elif not summary.handed_back:
                     self._deaths[name] = 0
-            del playing[ticket.group]
+            playing.discard(ticket)
 
     async def learn(self, tasks: asyncio.TaskGroup) -> None:
         """Consumes takes of P groups, produces versions; ends with a cut that holds everything learned.
@@ -232,7 +235,7 @@ class Loop:
         fault = await self.system.stop_rollout(name)
         told = {"finished": drained.finished, "handed_back": drained.handed_back, "fault": fault}
         self._record("drained", worker=name, seconds=round(self.clock() - began, 3), **told)
-        self.progress.note = f"{name} left: {drained.finished} groups finished, {drained.handed_back} posed elsewhere"
+        self.progress.note = f"{name} left: {drained.finished} groups finished, {drained.handed_back} go on elsewhere"
         if self.recipe.rollout.replace:
             await self._start_again(name, tending, tasks)
         else:
@@ -255,7 +258,7 @@ class Loop:
         tending[name].cancel()
         await asyncio.wait({tending[name]}, timeout=CALL_S)
         await self._note(gone=name)
-        for ticket in list(self._playing[name].values()):
+        for ticket in sorted(self._playing[name], key=lambda ticket: ticket.group):
             await self._lost(ticket, reason)
 
     async def _give_up(self, name: str, late: DeadlineExceeded) -> None:
@@ -265,7 +268,7 @@ class Loop:
         self.system.runtime.kill(process, f"hung: {late}; its stacks: {', '.join(map(str, paths)) or 'it wrote none'}")
 
     async def _tend(self, name: str) -> None:
-        self._playing[name] = {}
+        self._playing[name] = set()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._till_death(name, self.refresh(name)))
             for _ in range(self.recipe.rollout.concurrency):

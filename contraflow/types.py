@@ -81,6 +81,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     stop_tokens: tuple[int, ...] = ()
     group: str = ""
     want_routes: bool = False
+    done: int = 0  # the last so many tokens of `prompt` were sampled earlier for the same request: it goes on from them
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +94,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     cache: Literal["kept", "recomputed", "unbroken"] = (
         "unbroken"  # what a refresh in mid-generation did to the KV cache
     )
-    routes: Routes | None = None  # [Lp + N - 1, M, K]: the last token is never fed
+    routes: Routes | None = None  # [Lp + N - 1, M, K]: the last token is never fed; of an ABORTED one where to be had
 
 
 class Turn(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ from contraflow.buffer.audit import audit
 from contraflow.config import Recipe, check_recipe
 from contraflow.errors import CheckpointError, ConfigError, DeadlineExceeded, RunFolderError, WorkerDied
 from contraflow.loop import Loop, Outcome
+from contraflow.rollout.worker import RolloutWorker
 from contraflow.run import run_recipe
 from contraflow.runtime.inline import InlineRuntime
 from contraflow.system import check_proof, open_system
@@ -213,6 +214,32 @@ def test_a_worker_told_to_leave_is_drained_and_replaced_if_asked_and_nothing_is_
     totals = accounts(tmp_path)
     assert totals.trained == totals.final == 20 * 4
     assert totals.posed == totals.trained + sum(totals.dropped.values()) + totals.held
+
+
+def test_what_a_leaving_worker_has_under_way_is_finished_by_another_from_where_it_was(
+    tiny_moe: Path, tmp_path: Path
+) -> None:
+    async def notice(loop: Loop) -> None:
+        await until_step(loop, 2)
+        while not (await loop.system.rollouts["rollout-1"].call(5.0, RolloutWorker.report)).engine.running:
+            pass
+        assert isinstance(loop.system.runtime, InlineRuntime)
+        loop.system.runtime.notice("rollout-1")
+
+    recipe = recipe_of(
+        tiny_moe,
+        engine={"kind": "native", "context_tokens": 32, "kv_tokens": 2048, "max_sequences": 32},
+        rollout={"workers": 2, "grace_s": 0.001, "continue_from": 1},
+        run={"steps": 6, "eval_tasks": 0},
+    )
+    assert run(recipe, tmp_path, meddle=notice).steps == 6
+    records = read_journal(tmp_path / "metrics.jsonl")
+    (drained,) = [record for record in records if record["kind"] == "drained"]
+    assert drained["handed_back"] > 0
+    assert sum(record["tokens"] for record in records if record["kind"] == "continued") > 0
+    assert max(step["age_max"] for step in steps_of(tmp_path)) <= 2
+    assert accounts(tmp_path).trained == 6 * 4
+    assert audit(tmp_path) == []
 
 
 def test_a_notice_to_the_trainer_ends_the_run_with_a_cut(tiny_moe: Path, tmp_path: Path) -> None:

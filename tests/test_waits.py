@@ -18,7 +18,7 @@ BOUNDS = {"timeout", "wait_for", "timeout_at"}  # of asyncio
 REASONS: dict[str, dict[str, set[str]]] = {
     # The owner is whoever called the worker: every call has a deadline, at which what it runs is cancelled.
     "inside a call, which its caller's deadline cancels": {
-        "buffer/service.py": {"put: await kept"},
+        "buffer/service.py": {"_kept: await kept"},
         "rollout/fleet.py": {"ready: asyncio.wait", "pick: asyncio.wait"},
         "rollout/flight.py": {"reading: asyncio.wait"},
         "rollout/foreign.py": {"_await: await awaitable"},
@@ -47,6 +47,7 @@ REASONS: dict[str, dict[str, set[str]]] = {
     "waits for a task of our own, whose own waits have deadlines": {
         "loop.py": {"_till_death: await work", "_unless_stopped: asyncio.wait"},
         "run.py": {"live: asyncio.wait"},
+        "rollout/group.py": {"_ended: asyncio.wait"},  # the group's own deadline cancels it
         "buffer/service.py": {"close: await self._keeping"},  # of writes to the disk; the runtime's stop has a deadline
         "rollout/fleet.py": {"_back: asyncio.wait"},
         "rollout/stepping.py": {"close: await self._task"},

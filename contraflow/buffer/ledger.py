@@ -35,6 +35,7 @@ TABLES = (
 INSERT = (
     "INSERT INTO events(line, kind, group_id, attempt, step, version_line, version_n, reason) VALUES (?,?,?,?,?,?,?,?)"
 )
+HANDED_BACK = "handed_back"  # reason of a `waiting` whose payload is what the next attempt goes on from
 KEEP = "INSERT INTO payloads VALUES (?,?,?,?,?,?,?,?,?)"
 
 
@@ -62,7 +63,7 @@ class Event(msgspec.Struct, frozen=True):
     version: Version | None = None
     reason: str = ""  # counted by what stands before a colon
     newest: Version | None = None  # of its tokens, where `place` is given
-    place: Place | None = None  # of its payload, which is synced by then
+    place: Place | None = None  # of its payload, whole or handed back, which is synced by then
 
 
 class Ledger:

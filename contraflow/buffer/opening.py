@@ -18,7 +18,8 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     """Where a line begins: its number, the step it is at, and what became of the groups of the lines before.
 
     `waiting` are to be posed again (with the last attempt made), `due` to be trained again by the steps from `step` on,
-    `ready` wait for the steps after these. `fresh` is the first index never posed, `segments` the files that rows name.
+    `ready` wait for the steps after these. `left` is what there is of groups of `waiting` to go on from. `fresh` is the
+    first index never posed, `segments` the files that rows name.
     """
 
     line: int
@@ -27,6 +28,7 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     fresh: int = 0
     ready: tuple[Kept, ...] = ()
     due: tuple[tuple[Kept, ...], ...] = ()
+    left: tuple[Kept, ...] = ()
     segments: frozenset[str] = frozenset()
 
 
@@ -86,6 +88,7 @@ def _open_line(db: sqlite3.Connection, path: Path, resume_step: int | None, keep
         fresh=0 if last is None else last + 1,
         ready=tuple(salvage.ready),
         due=tuple(salvage.due),
+        left=tuple(salvage.left),
         segments=frozenset(name for (name,) in db.execute("SELECT DISTINCT segment FROM payloads")),
     )
 

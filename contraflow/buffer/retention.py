@@ -2,7 +2,7 @@
 
 Takes the events of the ledger and the cuts, gives the files that may go. Pure: it removes nothing itself.
 A payload is settled once its attempt was given up, its group dropped, or a committed cut contains the step that trained
-it. A file goes as a whole, when all in it is settled.
+it; one that was handed back once the next attempt has started. A file goes as a whole, when all in it is settled.
 """
 
 from collections import Counter, defaultdict
@@ -28,8 +28,10 @@ class Retention:
         """What an event says about its group's payload."""
         if event.kind == Kind.READY and event.place is not None:
             self._hold(event.group, event.place.segment)
-        elif event.kind in (Kind.WAITING, Kind.DROPPED):
+        elif event.kind in (Kind.WAITING, Kind.DROPPED, Kind.STARTED):
             self._settle(event.group)
+            if event.place is not None:
+                self._hold(event.group, event.place.segment)
         elif event.kind == Kind.TRAINED and event.step is not None:
             self._trained[event.step].append(event.group)
 

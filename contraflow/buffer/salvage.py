@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from contraflow.buffer.ledger import Event, Kind, on_path, surviving
+from contraflow.buffer.ledger import HANDED_BACK, Event, Kind, on_path, surviving
 from contraflow.buffer.segments import Place
 from contraflow.buffer.window import Window
 from contraflow.types import Version
@@ -85,17 +85,21 @@ class Salvage:
         self.waiting: list[tuple[int, int]] = []
         self.ready: list[Kept] = []
         self.due: list[tuple[Kept, ...]] = []
+        self.left: list[Kept] = []
         self.events: list[Event] = []
         self._taken: defaultdict[int, list[Found]] = defaultdict(list)  # by steps that the cut does not hold
         self._torn: set[int] = set()  # steps whose take lacks a payload
         self._ready: list[Found] = []
+        self._handed_back: list[Found] = []
 
     def read(self) -> None:
         """Settle what is trained, dropped or unfinished; what had been ready waits for `pin` and `keep_ready`."""
-        for group, attempt, trained, kind, step, last, *payload in self._rows():
+        for group, attempt, trained, kind, reason, step, last, *payload in self._rows():
             if trained is not None:
                 if kind != Kind.TRAINED:
                     self.events.append(Event(Kind.TRAINED, group, attempt, trained, reason="in the checkpoint"))
+            elif kind == Kind.WAITING and reason == HANDED_BACK:
+                self._take_back(group, attempt, Kind(kind), last, payload)
             elif kind == Kind.WAITING:
                 self.waiting.append((group, attempt))
             elif kind in (Kind.POSED, Kind.STARTED):
@@ -114,12 +118,21 @@ class Salvage:
         return step
 
     def keep_ready(self, step: int) -> None:
-        """What was ready, or taken by a step that is not done again, is ready for `step` and later ones, if it may."""
+        """What was ready, or taken by a step that is not done again, is ready for `step` and later ones, if it may.
+
+        What was handed back may be gone on with, by the rules of the window when it is posed.
+        """
+        for each in self._handed_back:
+            kept = self._kept(each)
+            if self._is_dead(each, kept):
+                self._repose(each.group, each.attempt, "dead_line")
+            else:
+                self.waiting.append((each.group, each.attempt))
+                self.left.append(kept)
         able = []
         for each in sorted(chain(self._ready, *self._taken.values()), key=lambda each: each.group):
             kept = self._kept(each)
-            dead = each.newest > kept.shared and self._keep.dead_line == "repose"
-            if dead or kept.oldest < 0:
+            if self._is_dead(each, kept):
                 self._repose(each.group, each.attempt, "dead_line")
             else:
                 able.append((each, kept))
@@ -135,8 +148,9 @@ class Salvage:
 
     def _rows(self) -> Iterable[tuple[Any, ...]]:
         return self._db.execute(
-            "SELECT life.group_id, life.attempt, life.step, events.kind, events.step, events.id, payloads.line, oldest,"
-            " newest, segment, start, length, digest FROM (SELECT group_id, max(id) AS last, max(attempt) AS attempt,"
+            "SELECT life.group_id, life.attempt, life.step, events.kind, events.reason, events.step, events.id,"
+            " payloads.line, oldest, newest, segment, start, length, digest"
+            " FROM (SELECT group_id, max(id) AS last, max(attempt) AS attempt,"
             f" max(CASE WHEN kind = 'taken' AND {on_path(surviving(self._db, self._line))} THEN step END) AS step"
             " FROM events WHERE kind != 'refused' GROUP BY group_id) AS life"
             " JOIN events ON events.id = life.last LEFT JOIN payloads"
@@ -145,29 +159,46 @@ class Salvage:
 
     def _sort(self, group: int, attempt: int, kind: Kind, step: int | None, last: int, payload: list[Any]) -> None:
         """`step` is None for groups that were ready and not taken."""
-        line, oldest, newest, *where = payload
-        reason = "no_payload"
-        if line is not None:
-            place = Place(*where)
-            damage = self._keep.damage(place)
-            if not damage:
-                found = Found(
-                    group=group,
-                    attempt=attempt,
-                    kind=kind,
-                    step=-1 if step is None else step,
-                    last=last,
-                    line=line,
-                    oldest=oldest,
-                    newest=newest,
-                    place=place,
-                )
-                (self._ready if step is None else self._taken[step]).append(found)
-                return
-            reason = f"damaged: {damage}"
-        self._repose(group, attempt, reason)
+        found = self._found(group, attempt, kind, step, last, payload)
+        if isinstance(found, Found):
+            (self._ready if step is None else self._taken[step]).append(found)
+            return
+        self._repose(group, attempt, found)
         if step is not None:
             self._torn.add(step)
+
+    def _take_back(self, group: int, attempt: int, kind: Kind, last: int, payload: list[Any]) -> None:
+        found = self._found(group, attempt, kind, None, last, payload)
+        if isinstance(found, Found):
+            self._handed_back.append(found)
+        else:
+            self._repose(group, attempt, found)
+
+    def _found(
+        self, group: int, attempt: int, kind: Kind, step: int | None, last: int, payload: list[Any]
+    ) -> Found | str:
+        """The payload of an attempt, or why there is none."""
+        line, oldest, newest, *where = payload
+        if line is None:
+            return "no_payload"
+        place = Place(*where)
+        if damage := self._keep.damage(place):
+            return f"damaged: {damage}"
+        return Found(
+            group=group,
+            attempt=attempt,
+            kind=kind,
+            step=-1 if step is None else step,
+            last=last,
+            line=line,
+            oldest=oldest,
+            newest=newest,
+            place=place,
+        )
+
+    def _is_dead(self, found: Found, kept: Kept) -> bool:
+        """Whether it holds tokens of undone versions that the run does not want, or that are older than any."""
+        return (found.newest > kept.shared and self._keep.dead_line == "repose") or kept.oldest < 0
 
     def _repose(self, group: int, attempt: int, reason: str) -> None:
         self.waiting.append((group, attempt))

@@ -22,7 +22,7 @@ from contraflow.buffer.opening import open_ledger
 from contraflow.buffer.retention import Retention
 from contraflow.buffer.riding import position, ride
 from contraflow.buffer.salvage import Keep, Kept, same_age
-from contraflow.buffer.segments import Segments, damage, read_group, remove, sweep
+from contraflow.buffer.segments import Place, Segments, damage, read_group, remove, sweep
 from contraflow.buffer.store import Store
 from contraflow.buffer.window import Window
 from contraflow.cuts import CutId, Part, open_cuts
@@ -52,13 +52,13 @@ class Buffer:
         keep = Keep(window=Window.of(section), dead_line=section.dead_line, damage=lambda place: damage(folder, place))
         self._ledger, opening = open_ledger(folder, resume_step=resume_step, keep=keep)
         sweep(folder, opening.segments)
-        kept = [*opening.ready, *(each for take in opening.due for each in take)]
+        kept = [*opening.ready, *opening.left, *(each for take in opening.due for each in take)]
         self._retention = Retention(opening.segments, kept)
         self._keeps_all = section.keep_payloads == "all"
         self._segments = Segments(folder, line=opening.line, segment_bytes=SEGMENT_BYTES, threaded=threaded)
         self._store = Store(section, opening, accounts(folder), self._record)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="segments") if threaded else None
-        self._arrived: list[tuple[Group, asyncio.Future[None]]] = []
+        self._arrived: list[tuple[Group, Callable[[Group, Place], None], asyncio.Future[None]]] = []
         self._keeping: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._folder, self._clock = folder, clock
@@ -77,10 +77,14 @@ class Buffer:
         self._ledger.make_room()
         return await self._until(self._store.pose, wait_s, owner="ask", cause=self._store.why_no_ticket)
 
-    async def started(self, group: int, attempt: int, version: Version) -> None:
-        """The first token is about to be sampled by `version`. Raises EngineError for an engine that lags."""
+    async def started(self, group: int, attempt: int, version: Version) -> Group | None:
+        """The first token is about to be sampled by `version`; gives what an earlier attempt has left to go on from.
+
+        Raises EngineError for an engine that lags, PayloadError when what is left has been damaged.
+        """
         self._ledger.make_room()
-        self._store.start(group, attempt, version)
+        left = self._store.start(group, attempt, version)
+        return self._read(left) if isinstance(left, Kept) else left
 
     async def put(self, group: Group) -> None:
         """A group is complete; if it becomes ready, it and its payload survive what comes once this returns.
@@ -88,14 +92,21 @@ class Buffer:
         One that is late is refused and counted, without an error.
         """
         self._ledger.make_room()
-        if not self._store.wants(group):
+        if self._store.wants(group):
+            await self._kept(group, self._store.put)
+        else:
             self._store.put(group)
-            return
-        kept = asyncio.get_running_loop().create_future()
-        self._arrived.append((group, kept))
-        if self._keeping is None:
-            self._keeping = asyncio.create_task(self._keep_arrived())
-        await kept
+
+    async def hand_back(self, group: Group) -> None:
+        """An attempt ends unfinished: its group is posed again, to go on from these episodes as far as they came.
+
+        They survive what comes once this returns. One that is late is refused and counted, without an error.
+        """
+        self._ledger.make_room()
+        if self._store.takes_back(group):
+            await self._kept(group, self._store.hand_back)
+        else:
+            self._store.hand_back(group)
 
     async def lost(self, group: int, attempt: int, reason: str) -> None:
         """An attempt will not arrive (its worker died, its deadline passed): its group is posed again."""
@@ -166,6 +177,14 @@ class Buffer:
         self._segments.close()
         self._ledger.close()
 
+    async def _kept(self, group: Group, settle: Callable[[Group, Place], None]) -> None:
+        """Have the payload written, and `settle` told where it lies."""
+        kept = asyncio.get_running_loop().create_future()
+        self._arrived.append((group, settle, kept))
+        if self._keeping is None:
+            self._keeping = asyncio.create_task(self._keep_arrived())
+        await kept
+
     async def _keep_arrived(self) -> None:
         try:
             await self._keep_all()
@@ -175,18 +194,18 @@ class Buffer:
     async def _keep_all(self) -> None:
         while self._arrived:
             batch, self._arrived = self._arrived, []
-            groups = [group for group, _ in batch]
+            groups = [group for group, _, _ in batch]
             try:
                 places = await self._beside(lambda: self._segments.write(groups))  # noqa: B023
-                for group, place in zip(groups, places, strict=True):
-                    self._store.put(group, place)
+                for (group, settle, _), place in zip(batch, places, strict=True):
+                    settle(group, place)
                 self._ledger.commit()
             except BaseException as fault:
-                _answer([kept for _, kept in batch], fault)
+                _answer([kept for *_, kept in batch], fault)
                 if not isinstance(fault, ContraflowError):
                     raise
             else:
-                _answer([kept for _, kept in batch], None)
+                _answer([kept for *_, kept in batch], None)
 
     async def _beside(self, work: Callable[[], T]) -> T:
         if self._thread is None:

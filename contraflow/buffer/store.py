@@ -9,11 +9,12 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from contraflow import config
 from contraflow.buffer.accounts import Accounts
 from contraflow.buffer.counts import Counts
-from contraflow.buffer.ledger import Event, Kind
+from contraflow.buffer.ledger import HANDED_BACK, Event, Kind
 from contraflow.buffer.opening import Opening
 from contraflow.buffer.salvage import Kept
 from contraflow.buffer.segments import Place
@@ -25,13 +26,16 @@ from contraflow.types import Chosen, Episode, Group, Take, Ticket, Version
 
 @dataclass(slots=True)
 class Entry:
-    """A group with a ticket. Until `payload` is there, `oldest` is a version that no token of it can be older than."""
+    """A group with a ticket. Until `payload` is there, `oldest` is a version that no token of it can be older than, and
+    `newest` one that an engine must not lag behind to start it. `left`: what an attempt before has left to go on from.
+    """
 
     group: int
     attempt: int
     oldest: int
     newest: int
     payload: Group | Kept | None = None
+    left: Group | Kept | None = None
 
 
 class Store:
@@ -52,6 +56,7 @@ class Store:
         self._keep_no_signal = section.no_signal == "keep"
         self._first = opening.step
         self._waiting = list(opening.waiting)  # a heap of (group, last attempt)
+        self._left = {kept.group: _entry(kept) for kept in opening.left}  # of waiting groups, what is there of them
         self._fresh = opening.fresh
         self._running: dict[int, Entry] = {}
         self._ready = {kept.group: _entry(kept) for kept in opening.ready}
@@ -75,27 +80,30 @@ class Store:
             group, attempt = self._fresh, 0
             self._fresh += 1
             self._posed += 1
-        entry = Entry(group, attempt + 1, oldest=self.tickets.served, newest=self.tickets.served)
+        entry = self._rejoined(group, attempt + 1)
         self._running[group] = entry
         self._record(Event(Kind.POSED, group, entry.attempt))
         return Ticket(group=group, attempt=entry.attempt, line=self.line)
 
-    def start(self, group: int, attempt: int, version: Version) -> None:
-        """The first token of a group is about to be sampled by `version`.
+    def start(self, group: int, attempt: int, version: Version) -> Group | Kept | None:
+        """The first token of an attempt is about to be sampled by `version`; gives what is there to go on from.
 
         Raises EngineError when the engine lags: `version` is of a dead line, or older than what was served when the
         ticket was given. Nothing has changed then, and the ticket is good for another engine, or for this one later.
         """
         entry = self._find(group, attempt)
         if entry is None:
-            return
-        if version.line != self.line or version.n < entry.oldest:
+            return None
+        if version.line != self.line or version.n < entry.newest:
             raise EngineError(
-                f"group {group} was to start under version {version}, but {self._version(entry.oldest)} was already"
+                f"group {group} was to start under version {version}, but {self._version(entry.newest)} was already"
                 " served when it got its ticket; refresh this engine, or give the ticket to one that is not behind"
             )
-        entry.oldest = version.n
+        entry.newest = version.n
+        if entry.left is None:
+            entry.oldest = version.n
         self._record(Event(Kind.STARTED, group, attempt, version=version))
+        return entry.left
 
     def wants(self, group: Group) -> bool:
         """Whether `put` would make the group ready: its payload is worth keeping. Raises as `put` does."""
@@ -116,6 +124,32 @@ class Store:
             self._repose(entry, reason)
         else:
             self._settle(entry, group, place)
+
+    def takes_back(self, group: Group) -> bool:
+        """Whether `hand_back` would keep what is there of the group. Raises as it does."""
+        ticket, entry = group.ticket, self._running.get(group.ticket.group)
+        mine = ticket.line == self.line and entry is not None and entry.attempt == ticket.attempt
+        return mine and entry is not None and self._ages(entry, group) is not None
+
+    def hand_back(self, group: Group, place: Place | None = None) -> None:
+        """An attempt ends unfinished, its episodes so far lie at `place`: its group is posed again, to go on from them.
+
+        A late one is only counted. Raises LedgerError for tokens of a version that cannot be yet.
+        """
+        ticket = group.ticket
+        if ticket.line != self.line:
+            self._refuse(ticket.group, ticket.attempt, "dead_line")
+            return
+        entry = self._find(ticket.group, ticket.attempt)
+        if entry is None:
+            return
+        ages = self._ages(entry, group)
+        if ages is None:
+            self._repose(entry, "older_than_start")
+            return
+        oldest, newest = ages
+        self._repose(entry, HANDED_BACK, version=oldest, newest=newest, place=place)
+        self._left[entry.group] = Entry(entry.group, entry.attempt, oldest.n, newest.n, payload=group)
 
     def lose(self, group: int, attempt: int, reason: str) -> None:
         """An attempt will never arrive: its group is posed again, its ticket comes home."""
@@ -264,6 +298,30 @@ class Store:
             return Kind.WAITING, "older_than_start"
         return Kind.READY, ""
 
+    def _ages(self, entry: Entry, part: Group) -> tuple[Version, Version] | None:
+        """Oldest and newest version of what is there of a group; None if the window has not reckoned with it."""
+        versions = [span.version for episode in part.episodes for span in episode.spans]
+        if not versions or any(version.line != self.line or version.n < entry.oldest for version in versions):
+            return None
+        if (newest := max(versions)).n > self.step:
+            raise LedgerError(f"group {entry.group} holds tokens of {newest}; {self._version(self.step)} is the newest")
+        return min(versions), newest
+
+    def _rejoined(self, group: int, attempt: int) -> Entry:
+        """A group's next attempt: it goes on from what is there of it, if that can still be trained in time."""
+        served, left = self.tickets.served, self._left.pop(group, None)
+        entry = Entry(group, attempt, oldest=served, newest=served)
+        if left is None:
+            return entry
+        entry.oldest = min(left.oldest, served)
+        others = (*self._running.values(), *self._ready.values())
+        known = left.newest <= self.step  # else it is of a version that a restart undid and has yet to come to again
+        if known and self._window.may_rejoin(self.step + len(self._due), entry, others):
+            entry.left = left.payload
+        else:
+            entry.oldest = served
+        return entry
+
     def _settle(self, entry: Entry, payload: Group, place: Place | None) -> None:
         versions = [span.version for episode in payload.episodes if not episode.failed for span in episode.spans]
         oldest, newest = min(versions), max(versions)
@@ -288,11 +346,12 @@ class Store:
         self._dropped[reason] += 1
         self._record(Event(Kind.DROPPED, entry.group, entry.attempt, reason=reason))
 
-    def _repose(self, entry: Entry, reason: str) -> None:
+    def _repose(self, entry: Entry, reason: str, **left: Any) -> None:
+        """`left`: where what is there of it lies, and its versions."""
         self._leave(entry)
         heapq.heappush(self._waiting, (entry.group, entry.attempt))
         self._reposed[reason.partition(":")[0]] += 1
-        self._record(Event(Kind.WAITING, entry.group, entry.attempt, reason=reason))
+        self._record(Event(Kind.WAITING, entry.group, entry.attempt, reason=reason, **left))
 
     def _leave(self, entry: Entry) -> None:
         if self._running.pop(entry.group, None) is None:

@@ -94,6 +94,13 @@ class Window:
                 admitted.add(group)
         return admitted
 
+    def may_rejoin(self, step: int, old: Held, others: Iterable[Held]) -> bool:
+        """Whether a group that is posed again may bring tokens of an earlier attempt along: what is live beside it, and
+        itself, can still be trained in time. `step` is the next that chooses."""
+        if self.policy == "hold":
+            return self.feasible(step, chain(others, [old]))
+        return old.oldest >= self.floor(step)
+
     def feasible(self, step: int, held: Iterable[Held]) -> bool:
         """Whether steps `step`, `step` + 1, ... can still train all of `held` in time: for every d >= step - 1,
         at most (d - step + 1) * P of them have a deadline of d or before."""

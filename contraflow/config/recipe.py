@@ -62,8 +62,13 @@ class Rollout(Section):
     temperature: Annotated[float, Field(gt=0)] = 1.0  # of sampling; the trainer computes its ratios at the same one
     concurrency: Count = 64  # groups a worker plays at once
     group_deadline_s: Seconds = 60.0  # a group that takes longer is overdue
-    overdue: Literal["repose", "partial", "drop"] = "repose"  # posed again; trained as far as it is whole; or dropped
-    grace_s: Seconds = 30.0  # a worker told to leave finishes what it can by then; the rest is posed elsewhere
+    overdue: Literal["repose", "continue", "partial", "drop"] = (
+        "repose"  # posed again, from the start or from where it was; trained as far as it is whole; or dropped
+    )
+    continue_from: Annotated[int, Field(ge=0)] = (
+        8  # sampled tokens from which an unfinished episode goes on elsewhere; one with fewer begins anew; 0: all do
+    )
+    grace_s: Seconds = 30.0  # a worker told to leave finishes what it can by then; the rest goes on elsewhere
     replace: bool = True  # start another worker in place of one that left
 
 

@@ -147,9 +147,15 @@ class EngineCore:
         names = [name for name in ids if name in self._sequences]
         if names:
             self._drain()
-        for sequence in [self._sequences[name] for name in names if name in self._sequences]:
+        ended = [self._sequences[name] for name in names if name in self._sequences]
+        wanted = [sequence for sequence in ended if self._rows.has(sequence)]  # who waits or prefills has none yet
+        self._passes.leave(wanted)
+        routes = self._routes_of(wanted)
+        for sequence in ended:
             self._remove(sequence)
-            self._outcomes.append((sequence.waiter, self._completion(sequence, StopReason.ABORTED, None)))
+            self._outcomes.append(
+                (sequence.waiter, self._completion(sequence, StopReason.ABORTED, routes.get(sequence)))
+            )
 
     def fail(self, error: EngineError) -> None:
         """Give every request in flight `error`. What the cache held is forgotten: a step may have broken off."""
@@ -284,8 +290,7 @@ class EngineCore:
         spoiled = [sequence for sequence, reason in ended if reason is StopReason.ENGINE_ERROR]
         blocks = self._spoil(spoiled) if spoiled else set()
         self._passes.leave([sequence for sequence, _ in ended])
-        wanted = [sequence for sequence, _ in ended if sequence.request.want_routes]
-        routes = dict(zip(wanted, self._passes.routes_of(wanted), strict=True)) if wanted else {}
+        routes = self._routes_of([sequence for sequence, _ in ended])
         for sequence, reason in ended:
             self._scheduler.leave(sequence, self.version)
             del self._sequences[sequence.request.id]
@@ -315,6 +320,11 @@ class EngineCore:
         self._leave_row(sequence)
         self._scheduler.leave(sequence, self.version)
         del self._sequences[sequence.request.id]
+
+    def _routes_of(self, sequences: list[Sequence]) -> dict[Sequence, Routes]:
+        """Experts of what was fed of those that want to know. They have left their rows, and hold their blocks."""
+        wanted = [sequence for sequence in sequences if sequence.request.want_routes]
+        return dict(zip(wanted, self._passes.routes_of(wanted), strict=True)) if wanted else {}
 
     def _leave_row(self, sequence: Sequence) -> None:
         if self._rows.has(sequence):

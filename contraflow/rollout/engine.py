@@ -56,8 +56,9 @@ class Engine(Protocol):
         """Complete one prompt. Cancelling the call aborts the request.
 
         Generation ends with a stop token (kept as the last token), after `max_new_tokens`, or at the engine's context
-        limit (both LENGTH). Raises EngineError: a prompt that doesn't fit, a value out of range, an id in use, no
-        version served, an engine that is closed.
+        limit (both LENGTH). A request that goes on from `done` tokens gets, under the same version, what would have
+        followed had it not been broken off (of a served engine: another draw). Raises EngineError: a prompt that
+        doesn't fit, a value out of range, an id in use, no version served, an engine that is closed.
         """
         ...
 
@@ -98,6 +99,10 @@ def check_request(request: Request, *, context_tokens: int, vocab: int) -> None:
     if prompt.min() < 0 or prompt.max() >= vocab:
         raise EngineError(
             f"{what}: token ids from {prompt.min()} to {prompt.max()}; the vocabulary is 0 to {vocab - 1}"
+        )
+    if not 0 <= request.done < len(prompt):
+        raise EngineError(
+            f"{what}: done = {request.done} of a prompt of {len(prompt)} tokens; it is from 0 to one less"
         )
     if request.max_new_tokens < 1:
         raise EngineError(f"{what}: max_new_tokens = {request.max_new_tokens}; ask for at least 1")

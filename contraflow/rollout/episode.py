@@ -2,13 +2,10 @@
 
 Takes a task and what it is played with, gives an `Episode`; whatever breaks on the way is told in its `error`.
 Token in, token out: what the model sampled is kept as sampled, never tokenised again. Cancelling aborts the request.
-
-Shape letters: L tokens of the episode so far, N new tokens, M MoE layers, K experts per token.
+One that was begun elsewhere is played the same way, but that turns which were sampled there are not asked for again.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -18,9 +15,10 @@ from contraflow.envs.draws import derive_seed
 from contraflow.errors import ContraflowError, EngineError, ModelError, RewardError, TaskError
 from contraflow.model.tokenizer import Tokenizer
 from contraflow.rewards.base import Said, Transcript
+from contraflow.rollout.draft import Draft, joined
 from contraflow.rollout.engine import Engine
 from contraflow.rollout.guard import Guard
-from contraflow.types import Completion, Episode, Request, Routes, Span, StopReason, Task, Turn
+from contraflow.types import Completion, Episode, Request, StopReason, Task
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,12 +52,12 @@ class Stage:
     limits: Limits
 
 
-async def play(task: Task, stage: Stage, *, key: str, group: str, seed: int) -> Episode:
-    """Play one episode of `task`. Turn t is request `KEY/t` of `group`, sampled with a seed derived from (`seed`, t).
+async def play(task: Task, stage: Stage, draft: Draft, *, key: str, group: str) -> Episode:
+    """Play one episode of `task`, written into `draft`. Turn t is request `KEY/t` of `group`, sampled with a seed
+    derived from (the draft's, t); turns that the draft recalls are said again to a new session.
 
     Never raises for what an environment, a reward or a refused request does: see `Episode.stop` and `Episode.error`.
     """
-    draft = _Draft(seed)
     try:
         stop = await _converse(draft, task, stage, key=key, group=group)
     except TaskError as fault:
@@ -75,13 +73,15 @@ async def play(task: Task, stage: Stage, *, key: str, group: str, seed: int) -> 
     return draft.finished(stop, reward, parts)
 
 
-async def _converse(draft: "_Draft", task: Task, stage: Stage, *, key: str, group: str) -> StopReason:
+async def _converse(draft: Draft, task: Task, stage: Stage, *, key: str, group: str) -> StopReason:
     """Let model and environment take turns until one of them, or a limit, ends it."""
     limits = stage.limits
     session = await stage.guard.open(task)
     draft.hear("prompt", task.prompt, _write(stage.tokenizer, "the prompt", task.prompt, special=True))
     left = limits.max_new_tokens
     for turn in range(limits.max_turns):
+        if draft.is_halted():
+            return StopReason.ABORTED
         request = Request(
             id=f"{key}/{turn}",
             prompt=np.array(draft.tokens, np.int32),
@@ -92,8 +92,10 @@ async def _converse(draft: "_Draft", task: Task, stage: Stage, *, key: str, grou
             group=group,
             want_routes=limits.routes,
         )
-        completion = await stage.engine.generate(request)
+        completion = await _sampled(draft, request, stage)
         action = draft.say(completion, stage.tokenizer)
+        if draft.is_halted():
+            return StopReason.ABORTED
         if completion.stop is not StopReason.STOP:
             return completion.stop
         observation = await stage.guard.step(session, action)
@@ -109,6 +111,24 @@ async def _converse(draft: "_Draft", task: Task, stage: Stage, *, key: str, grou
     raise AssertionError("max_turns is at least 1")
 
 
+async def _sampled(draft: Draft, request: Request, stage: Stage) -> Completion:
+    """The turn that `request` asks for; only what the draft does not recall is sampled."""
+    known = draft.recall(request.stop_tokens)
+    if known is not None:
+        done = len(known.tokens)
+        room = min(request.max_new_tokens, stage.limits.context_tokens - len(request.prompt)) - done
+        if known.stop is StopReason.STOP:
+            return known
+        if room < 1:
+            return msgspec.structs.replace(known, stop=StopReason.LENGTH)
+        prompt = np.concatenate([request.prompt, known.tokens])
+        request = msgspec.structs.replace(request, prompt=prompt, done=done, max_new_tokens=room)
+    draft.asked = request.id
+    rest = await stage.engine.generate(request)
+    draft.asked = ""
+    return rest if known is None else joined(known, rest)
+
+
 def _write(tokenizer: Tokenizer, what: str, text: str, *, special: bool) -> list[int]:
     try:
         return tokenizer.encode(text, special=special)
@@ -118,86 +138,4 @@ def _write(tokenizer: Tokenizer, what: str, text: str, *, special: bool) -> list
 
 def broken_episode(seed: int, fault: ContraflowError, stop: StopReason = StopReason.ENV_ERROR) -> Episode:
     """An episode of which nothing is left: its task could not be posed, or it was not finished in time."""
-    return _Draft(seed).broken(stop, fault)
-
-
-class _Draft:
-    """An episode while it is written.
-
-    Invariants: `tokens`, `trained` and `logprobs` are equally long, turns cover them in order, spans cover exactly the
-    trained ones. Routes of a token are those of the turn that fed it first: later turns only add rows.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
-        self.tokens: list[int] = []
-        self.said: list[Said] = []
-        self._trained: list[bool] = []
-        self._logprobs: list[float] = []
-        self._spans: list[Span] = []
-        self._turns: list[Turn] = []
-        self._routes: list[Routes] = []
-
-    def hear(self, role: Literal["prompt", "env"], text: str, ids: list[int]) -> None:
-        """Append what the model is told."""
-        self.said.append(Said(role, text))
-        self._append(role, ids, [0.0] * len(ids))
-
-    def say(self, completion: Completion, tokenizer: Tokenizer) -> str:
-        """Append what the model sampled; gives its text. Raises EngineError when the completion is not whole."""
-        _check(completion)
-        start, ids = len(self.tokens), completion.tokens.tolist()
-        self._spans += [Span(span.version, start + span.start, start + span.end) for span in completion.spans]
-        self._append("model", ids, completion.logprobs.tolist())
-        if completion.routes is not None and completion.stop is not StopReason.ABORTED:
-            self._add_routes(completion.routes)
-        ended = completion.stop is StopReason.STOP
-        text = tokenizer.transcribe(ids[:-1] if ended else ids)
-        self.said.append(Said("model", text))
-        return text
-
-    def finished(self, stop: StopReason, reward: float, parts: Mapping[str, float]) -> Episode:
-        """The episode, scored."""
-        routes = np.concatenate(self._routes) if self._routes else None
-        return self._episode(stop, reward=reward, parts=dict(parts), routes=routes)
-
-    def broken(self, stop: StopReason, fault: ContraflowError) -> Episode:
-        """The episode as far as it got, never to be trained."""
-        return self._episode(stop, reward=0.0, error=str(fault) or type(fault).__name__)
-
-    def _append(self, role: Literal["prompt", "model", "env"], ids: list[int], logprobs: list[float]) -> None:
-        start = len(self.tokens)
-        self.tokens += ids
-        self._trained += [role == "model"] * len(ids)
-        self._logprobs += logprobs
-        self._turns.append(Turn(role, start, len(self.tokens)))
-
-    def _add_routes(self, routes_LMK: Routes) -> None:
-        if len(routes_LMK) != len(self.tokens) - 1:
-            raise EngineError(
-                f"routes of {len(routes_LMK)} tokens for a sequence of {len(self.tokens)}; one fewer is due"
-            )
-        known = sum(len(rows) for rows in self._routes)
-        self._routes.append(routes_LMK[known:])
-
-    def _episode(self, stop: StopReason, **rest: Any) -> Episode:
-        return Episode(
-            seed=self.seed,
-            tokens=np.array(self.tokens, np.int32),
-            trained=np.array(self._trained, np.bool_),
-            logprobs=np.array(self._logprobs, np.float32),
-            spans=tuple(self._spans),
-            turns=tuple(self._turns),
-            stop=stop,
-            **rest,
-        )
-
-
-def _check(completion: Completion) -> None:
-    """Engines may be other programs: what they answer is trained on, so it is checked."""
-    count = len(completion.tokens)
-    if len(completion.logprobs) != count or not np.isfinite(completion.logprobs).all():
-        raise EngineError(f"{count} tokens came with log-probabilities {completion.logprobs.tolist()}")
-    ends = [0, *(span.end for span in completion.spans)]
-    if [span.start for span in completion.spans] != ends[:-1] or ends[-1] != count:
-        raise EngineError(f"{count} tokens came with version spans {completion.spans}, which do not cover them")
+    return Draft(seed).broken(stop, fault)

@@ -17,6 +17,7 @@ from contraflow.algo.estimates import Float64, intervals, pass_at_k
 from contraflow.envs.base import Split
 from contraflow.envs.draws import derive_seed
 from contraflow.errors import EngineError, TaskError
+from contraflow.rollout.draft import Draft
 from contraflow.rollout.episode import Stage, broken_episode, play
 from contraflow.rollout.report import EvalReport
 from contraflow.types import Episode, Task, Version
@@ -63,7 +64,7 @@ async def examine(
     async def sample(task: Task, index: int, place: int) -> Episode:
         seed, group = derive_seed(exam.seed, "look", index, place), f"{key}/{index}"
         async with turns:
-            return await play(task, sampled, key=f"{group}/{place}", group=group, seed=seed)
+            return await play(task, sampled, Draft(seed), key=f"{group}/{place}", group=group)
 
     async def answer(index: int) -> tuple[Episode, ...]:
         async with turns:

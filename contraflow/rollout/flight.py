@@ -100,16 +100,17 @@ class Flight:
 
         Its seed depends on how much there is: servers draw noise from the start of a request, and would repeat it.
         """
-        request, done = self.request, len(self._tokens)
-        if self._versions and self._versions[-1] != version and done:
-            self._marks.append((self._versions[-1], done))
+        request, new = self.request, len(self._tokens)
+        if self._versions and self._versions[-1] != version and new:
+            self._marks.append((self._versions[-1], new))
         self._versions.append(version)
+        done = request.done + new
         salted = version if self._on_refresh == "recompute" else self._versions[0]
         return Piece(
             id=f"{request.id}/{len(self._versions)}",
             prompt=np.concatenate([request.prompt, np.array(self._tokens, np.int32)]),
             seed=derive_seed(request.seed, "piece", done) if done else request.seed & ((1 << 63) - 1),
-            max_new_tokens=self._room - done,
+            max_new_tokens=self._room - new,
             temperature=request.temperature,
             stop_tokens=request.stop_tokens,
             salt=f"version {salted}",

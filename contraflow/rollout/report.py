@@ -11,12 +11,16 @@ from contraflow.types import Episode, Group, Ticket, Version
 
 class GroupSummary(msgspec.Struct, frozen=True, kw_only=True):
     """A group that was put into the buffer; or one that was not begun, since the engine lags or the worker leaves
-    (`lagging`), so that its ticket is good for another; or one that was given up (`given_up` says why).
+    (`lagging`), so that its ticket is good for another; or one that was given up (`given_up` says why); or one that the
+    buffer poses again, to go on from what is there of it (`handed_back`).
     """
 
     ticket: Ticket
     lagging: bool = False
-    given_up: str = ""  # "drained", or "deadline"
+    given_up: str = ""  # "drained", "deadline", or what was wrong with what an earlier attempt had left
+    handed_back: bool = False
+    continued: int = 0  # episodes that an earlier attempt had finished or begun, and this one took over
+    saved: int = 0  # sampled tokens of these that were not sampled again
     cut: int = 0  # episodes that were not finished by the group's deadline
     lengths: tuple[int, ...] = ()  # sampled tokens of each episode that did not fail
     episodes: int = 0

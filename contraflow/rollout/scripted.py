@@ -64,7 +64,7 @@ class ScriptedEngine:
         self._fed += len(request.prompt) - 1
         try:
             await asyncio.sleep(0)  # before the script is asked: who answers is who says the first token
-            answer = [int(token) for token in self._answer(request)]
+            answer = [int(token) for token in self._answer(request)][request.done :]
             stop = await self._speak(request, draft, answer)
         finally:
             del self._flying[request.id]
@@ -75,7 +75,7 @@ class ScriptedEngine:
             spans=spans_of(draft.marks, self.version, len(draft.tokens)),
             stop=stop,
             cache=draft.cache,
-            routes=self._experts(request, draft, stop),
+            routes=self._experts(request, draft),
         )
 
     async def abort(self, ids: Sequence[str]) -> None:
@@ -151,8 +151,8 @@ class ScriptedEngine:
         if request.want_routes and self._routes is None:
             raise EngineError(f"request {request.id!r} wants routes, but the engine was made without")
 
-    def _experts(self, request: Request, draft: "_Draft", stop: StopReason) -> Routes | None:
-        if not request.want_routes or self._routes is None or stop is StopReason.ABORTED:
+    def _experts(self, request: Request, draft: "_Draft") -> Routes | None:
+        if not request.want_routes or self._routes is None:
             return None
         return np.zeros((len(request.prompt) + len(draft.tokens) - 1, *self._routes), np.uint8)
 

@@ -17,17 +17,19 @@ from contraflow import config
 from contraflow.buffer.service import Buffer
 from contraflow.envs.draws import derive_seed
 from contraflow.envs.registry import make_env
-from contraflow.errors import EngineError, RewardError, TaskError
+from contraflow.errors import EngineError, PayloadError, RewardError, TaskError
 from contraflow.model.tokenizer import Tokenizer
 from contraflow.rewards.registry import make_mix
-from contraflow.rollout.episode import Limits, Stage, broken_episode, play
+from contraflow.rollout.episode import Limits, Stage, broken_episode
 from contraflow.rollout.examine import Exam, examine, judge
+from contraflow.rollout.group import play_group
 from contraflow.rollout.guard import make_guard
+from contraflow.rollout.handover import part_of
 from contraflow.rollout.open_engine import open_engine, open_served_engine
 from contraflow.rollout.pupil import Pupil
 from contraflow.rollout.refresh import ChunkFetcher, Refresher, RefreshReport
 from contraflow.rollout.report import Drained, EvalReport, GroupSummary, RolloutReport, count_stops, summarise
-from contraflow.rollout.shift import Shift, Shifts
+from contraflow.rollout.shift import Moves, Shift, Shifts
 from contraflow.runtime.base import Address, Host, Ref, Rendezvous
 from contraflow.telemetry import Account, Clock
 from contraflow.types import Group, Manifest, StopReason, Task, Ticket, Version
@@ -80,7 +82,7 @@ class RolloutWorker:
         self._account = Account(clock, "idle")
         self._active: Counter[str] = Counter()
         self._slots = asyncio.Semaphore(rollout.concurrency)
-        self._shifts = Shifts()
+        self._shifts = Shifts(Moves.of(rollout))
         self._groups = self._barren = 0
         self._looks = 0
         self._steady = asyncio.Lock()  # held by whoever needs the version to stay, or changes it
@@ -101,17 +103,20 @@ class RolloutWorker:
                 with self._doing("play"):
                     version = self._serving()
                     try:
-                        await self._buffer.call(_BUFFER_S, Buffer.started, ticket.group, ticket.attempt, version)
+                        left = await self._buffer.call(_BUFFER_S, Buffer.started, ticket.group, ticket.attempt, version)
                     except EngineError:  # the buffer knows of an engine that serves a newer version
                         return GroupSummary(ticket=ticket, lagging=True)
-                    group = await self._play_group(ticket, shift)
+                    except PayloadError as fault:
+                        return GroupSummary(ticket=ticket, given_up=f"damaged: {fault}")
+                    seeds = self._seeds(ticket.group)
+                    group = await play_group(ticket, self._stage, shift, seeds=seeds, left=left, told=self._told)
                     shift.settle()
-                    return await self._deliver(group)
+                    return shift.told(await self._deliver(group))
         except TimeoutError:
             if not shift.limit.expired():
                 raise
             shift.settle()
-            return await self._overdue(ticket, shift)
+            return shift.told(await self._overdue(ticket, shift))
         finally:
             self._shifts.end(shift)
 
@@ -208,11 +213,14 @@ class RolloutWorker:
     async def _overdue(self, ticket: Ticket, shift: Shift) -> GroupSummary:
         """What becomes of a group that was not whole in time: by `rollout.overdue`, unless the worker leaves."""
         policy, deadline_s = self._rollout.overdue, self._rollout.group_deadline_s
-        if shift.drained:
+        if shift.drained and not shift.began:
             shift.handed_back = True
-            return GroupSummary(ticket=ticket, lagging=not shift.began, given_up="drained" if shift.began else "")
-        played = [(seed, shift.episode(place)) for place, (seed, _) in enumerate(shift.places)]
+            return GroupSummary(ticket=ticket, lagging=True)
+        played = [(draft.seed, shift.episode(place)) for place, (draft, _) in enumerate(shift.places)]
         cut = sum(episode is None for _, episode in played) if played else self._rollout.episodes
+        if shift.drained or policy == "continue":
+            shift.handed_back = cut > 0
+            return await self._hand_back(ticket, shift, cut)
         if policy == "drop":
             await self._buffer.call(_BUFFER_S, Buffer.drop, ticket.group, ticket.attempt, "overdue")
             return GroupSummary(ticket=ticket, cut=cut)
@@ -223,6 +231,19 @@ class RolloutWorker:
         episodes = [episode or broken_episode(seed, late, StopReason.ABORTED) for seed, episode in played]
         group = Group(ticket=ticket, task=shift.task, episodes=tuple(episodes))
         return msgspec.structs.replace(await self._deliver(group), cut=cut)
+
+    async def _hand_back(self, ticket: Ticket, shift: Shift, cut: int) -> GroupSummary:
+        """Let another worker go on with a group from what is there of it, if that is worth it; deliver a whole one."""
+        episodes = [shift.so_far(place) for place in range(len(shift.places))]
+        if shift.task is not None and not cut:
+            return await self._deliver(Group(ticket=ticket, task=shift.task, episodes=tuple(episodes)))
+        least = self._rollout.continue_from
+        part = None if shift.task is None else part_of(ticket, shift.task, episodes, least=least)
+        late = 0 if shift.drained else cut
+        if part is None:
+            return GroupSummary(ticket=ticket, given_up="drained" if shift.drained else "deadline", cut=late)
+        await self._buffer.call(_BUFFER_S, Buffer.hand_back, part)
+        return GroupSummary(ticket=ticket, handed_back=True, cut=late)
 
     def _note(self, group: Group) -> None:
         self._groups += 1
@@ -236,22 +257,8 @@ class RolloutWorker:
                 f"{self._barren} groups in a row had not one whole episode; the last failed with: {last.error}"
             )
 
-    async def _play_group(self, ticket: Ticket, shift: Shift) -> Group:
-        key = f"{ticket.line}.{ticket.group}.{ticket.attempt}"
-        seeds = [derive_seed(self._seed, "episode", ticket.group, place) for place in range(self._rollout.episodes)]
-        try:
-            task = await self._stage.guard.task("train", ticket.group)
-        except TaskError as fault:
-            task = Task(key=f"train/{ticket.group}", prompt="", reference="")
-            broken = tuple(broken_episode(seed, fault) for seed in seeds)
-            return Group(ticket=ticket, task=task, episodes=broken)
-        shift.task = task
-        with self._told(key, task):
-            async with asyncio.TaskGroup() as tasks:
-                for place, seed in enumerate(seeds):
-                    playing = play(task, self._stage, key=f"{key}/{place}", group=key, seed=seed)
-                    shift.places.append((seed, tasks.create_task(playing)))
-        return Group(ticket=ticket, task=task, episodes=tuple(playing.result() for _, playing in shift.places))
+    def _seeds(self, group: int) -> list[int]:
+        return [derive_seed(self._seed, "episode", group, place) for place in range(self._rollout.episodes)]
 
     @contextmanager
     def _told(self, group: str, task: Task) -> Iterator[None]:

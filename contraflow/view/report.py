@@ -255,9 +255,14 @@ def _troubles(by_kind: Mapping[str, Sequence[Record]]) -> str:
     lines += [f"{r['at'] - first:.0f} s: started again: {r['because']}" for r in by_kind.get("restart", [])]
     lines += [
         f"{r['at'] - first:.0f} s: {r['worker']} left: {r['finished']} groups finished,"
-        f" {r['handed_back']} posed elsewhere"
+        f" {r['handed_back']} went on elsewhere"
         for r in by_kind.get("drained", [])
     ]
+    if moved := by_kind.get("continued", []):
+        lines.append(
+            f"{sum(r['episodes'] for r in moved)} episodes were finished from where they had been broken off:"
+            f" {sum(r['tokens'] for r in moved)} tokens were not sampled again"
+        )
     lines += [f"step {r['step']}: not applied: {r['fault']}" for r in by_kind.get("step", []) if not r["applied"]]
     lines += [
         f"version {r['version']['n']} refused: {r['reason']}" for r in by_kind.get("refresh", []) if not r["served"]

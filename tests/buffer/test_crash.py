@@ -48,7 +48,10 @@ class Machine(RuleBasedStateMachine):
         self.folder = Path(self.place.name)
         self.loop = asyncio.new_event_loop()
         self.versions: dict[Version, Chain] = {}
-        self.payloads: dict[tuple[int, int], Group] = {}  # of every put that returned
+        self.payloads: dict[tuple[int, int], Group] = {}  # of every put and hand-back that returned
+        self.truth: dict[tuple[int, int], list[Version]] = {}  # by what each token of an episode was sampled
+        self.begun: dict[int, Group] = {}  # what running groups go on from
+        self.continued = 0
         self.cuts: dict[int, Chain] = {0: ()}
         self.chain: Chain = ()
         self.running: dict[int, Ticket] = {}
@@ -72,6 +75,21 @@ class Machine(RuleBasedStateMachine):
                 return
             ticket = self.do(self.buffer.admit(1.0))
             self.running[ticket.group] = ticket
+            self.start(ticket)
+
+    def start(self, ticket: Ticket) -> None:
+        left = self.do(self.buffer.started(ticket.group, ticket.attempt, Version(self.line, self.served)))
+        if left is None:
+            return
+        self.continued += 1
+        assert left.ticket.attempt == ticket.attempt - 1
+        was = self.payloads[ticket.group, left.ticket.attempt]
+        assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(left.episodes, was.episodes, strict=True))
+        assert [(e.stop, e.error, e.reward) for e in left.episodes] == [
+            (e.stop, e.error, e.reward) for e in was.episodes
+        ]
+        assert all(span.version.line == self.line for episode in left.episodes for span in episode.spans)
+        self.begun[ticket.group] = left
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -84,10 +102,30 @@ class Machine(RuleBasedStateMachine):
         entry = self.buffer._store._running.get(group)
         if entry is None:  # the window gave it up; nobody told its engine
             return
-        made = self.make_group(ticket, sorted({entry.oldest, self.served}) if two else [self.served])
+        versions = sorted({entry.newest, self.served}) if two else [self.served]
+        made = self.more(ticket, versions)
         self.do(self.buffer.put(made))
         self.payloads[group, ticket.attempt] = made
         self.ready.add(group)
+
+    def more(self, ticket: Ticket, versions: list[int], **rest: Any) -> Group:
+        """What there was of a group, and a token more by each of `versions`."""
+        left = self.begun.pop(ticket.group, None)
+        told = [] if left is None else [span.version.n for span in left.episodes[0].spans]
+        true = [] if left is None else self.truth[ticket.group, left.ticket.attempt]
+        self.truth[ticket.group, ticket.attempt] = [*true, *(Version(self.line, n) for n in versions)]
+        return self.make_group(ticket, [*told, *versions], **rest)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def hand_back(self, data: st.DataObject) -> None:
+        self.give_back(self.running.pop(data.draw(st.sampled_from(sorted(self.running)))))
+
+    def give_back(self, ticket: Ticket) -> None:
+        if ticket.group in self.buffer._store._running:
+            part = self.more(ticket, [self.served], errors=("", "cut off"))
+            self.do(self.buffer.hand_back(part))
+            self.payloads[ticket.group, ticket.attempt] = part
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -105,7 +143,7 @@ class Machine(RuleBasedStateMachine):
             was = self.payloads[chosen.group, chosen.attempt]
             assert [e.reward for e in group.episodes] == [e.reward for e in was.episodes]
             assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(group.episodes, was.episodes, strict=True))
-            sampled = [span.version for episode in was.episodes for span in episode.spans]
+            sampled = [version for _ in was.episodes for version in self.truth[chosen.group, chosen.attempt]]
             ages = [way(self.versions[version], self.chain) for version in sampled]
             assert (min(ages) if self.section.expiry == "mask" else max(ages)) <= self.section.max_age
             told = [span.version for episode in group.episodes for span in episode.spans]
@@ -149,6 +187,19 @@ class Machine(RuleBasedStateMachine):
         if self.take is not None:
             self.train(True)
 
+    @rule(moved=st.integers(1, 3))
+    def step_while_groups_move(self, moved: int) -> None:
+        """Some groups are handed back, a step is trained and served, and they go on under its version."""
+        self.admit(self.section.tickets)
+        under_way = list(self.running)
+        for group in under_way[moved:]:
+            self.deliver(group)
+        self.choose()
+        for group in under_way[:moved]:
+            self.give_back(self.running.pop(group))
+        if self.take is not None:
+            self.train(True)
+
     @rule(data=st.data(), how=st.sampled_from(["killed", "mid-put", "torn tail", "stopped"]), newest=st.booleans())
     def crash(self, data: st.DataObject, how: str, newest: bool) -> None:
         before = self.buffer
@@ -166,7 +217,7 @@ class Machine(RuleBasedStateMachine):
         straight = self.cuts[step] == self.chain[:step]
         self.chain, ready = self.cuts[step], set(self.ready)
         self.cuts = {at: chain for at, chain in self.cuts.items() if at <= step}
-        self.running, self.ready = {}, set()
+        self.running, self.ready, self.begun = {}, set(), {}
         self.open(step)
         if how != "stopped":
             self.check_fence(before)
@@ -211,7 +262,7 @@ class Machine(RuleBasedStateMachine):
         bad = data.draw(st.sampled_from(kept))
         self.flip(bad, data)
         before, reposed = self.buffer, self.gave_up().get("damaged", 0)
-        self.chain, self.running = self.cuts[step], {}
+        self.chain, self.running, self.begun = self.cuts[step], {}, {}
         self.open(step)
         self.check_fence(before)
         assert self.gave_up()["damaged"] == reposed + 1

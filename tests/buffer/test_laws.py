@@ -32,14 +32,17 @@ FINAL = {"no_signal", "no_episodes"}
 
 @dataclass
 class Live:
-    """The machine's own record of a group with a ticket; `oldest` is the least n its tokens can honestly have."""
+    """The machine's own record of a group with a ticket; `oldest` is the least n its tokens can honestly have, `served`
+    the least that an engine has to serve to start it."""
 
     ticket: Ticket
     group: int
     oldest: int
     newest: int
+    served: int = 0
     engine: int | None = None
     ready: bool = False
+    left: Group | None = None  # what it goes on from
 
 
 class Machine(RuleBasedStateMachine):
@@ -66,6 +69,7 @@ class Machine(RuleBasedStateMachine):
         self.line, self.step, self.published = opening.line, step, step
         self.served, self.engines = step, [step] * ENGINES
         self.live: dict[int, Live] = {}
+        self.left: dict[int, tuple[int, int, Group]] = {}  # oldest and newest n of what was handed back
         self.take: Take | None = None
 
     def commit(self) -> None:
@@ -101,7 +105,21 @@ class Machine(RuleBasedStateMachine):
             assert ticket == Ticket(group=oldest_first, attempt=attempt, line=self.line)
             self.waiting.discard(ticket.group)
             self.attempts[ticket.group] = attempt
-            self.live[ticket.group] = Live(ticket, ticket.group, self.served, self.served)
+            live = self.live[ticket.group] = Live(ticket, ticket.group, self.served, self.served, self.served)
+            self.rejoin(live)
+
+    def rejoin(self, live: Live) -> None:
+        """It goes on from what was handed back exactly if nothing live becomes too old by that."""
+        oldest, newest, left = self.left.pop(live.group, (0, self.step + 1, None))
+        live.oldest = min(oldest, self.served)
+        if self.section.expiry == "hold":
+            fits = self.window.feasible(self.step, self.live.values())
+        else:
+            fits = live.oldest >= self.step - self.section.max_age
+        if newest <= self.step and fits:
+            live.left = left
+        else:
+            live.oldest = self.served
 
     @rule(data=st.data(), engine=st.integers(0, ENGINES - 1), count=st.integers(1, 6))
     def start(self, data: st.DataObject, engine: int, count: int) -> None:
@@ -109,13 +127,17 @@ class Machine(RuleBasedStateMachine):
             live = self.pick(data, started=False)
             if live is None:
                 return
-            version = Version(self.line, self.engines[engine])
-            if version.n < live.oldest:
-                with pytest.raises(EngineError, match="already served"):
-                    self.store.start(live.group, live.ticket.attempt, version)
-            else:
+            self.start_one(live, engine)
+
+    def start_one(self, live: Live, engine: int) -> None:
+        version = Version(self.line, self.engines[engine])
+        if version.n < live.served:
+            with pytest.raises(EngineError, match="already served"):
                 self.store.start(live.group, live.ticket.attempt, version)
-                live.engine, live.oldest = engine, version.n
+            return
+        assert self.store.start(live.group, live.ticket.attempt, version) is live.left
+        live.engine, live.served = engine, version.n
+        live.oldest = version.n if live.left is None else live.oldest
 
     @rule(data=st.data(), count=st.integers(1, 6))
     def finish(self, data: st.DataObject, count: int) -> None:
@@ -130,6 +152,49 @@ class Machine(RuleBasedStateMachine):
     def deliver(self, live: Live, versions: list[int]) -> None:
         live.oldest, live.newest, live.ready = versions[0], versions[-1], True
         self.store.put(self.make_group(live.ticket, versions))
+
+    @rule(data=st.data(), stale=st.booleans())
+    def hand_back(self, data: st.DataObject, stale: bool) -> None:
+        live = self.pick(data, started=True)
+        if live is None:
+            return
+        assert live.engine is not None
+        span = st.integers(live.oldest, self.engines[live.engine])
+        self.give_back(live, sorted(data.draw(st.lists(span, min_size=1, max_size=2))), stale)
+
+    def give_back(self, live: Live, versions: list[int], stale: bool = False) -> None:
+        versions[0] -= stale and versions[0] - live.oldest + 1
+        part = self.make_group(live.ticket, versions, errors=("", "cut off"))
+        assert self.store.takes_back(part) != stale
+        reason = "older_than_start" if stale else "handed_back"
+        before = self.store.counts().reposed.get(reason, 0)
+        self.store.hand_back(part)
+        assert self.store.counts().reposed[reason] == before + 1
+        if not stale:
+            self.left[live.group] = versions[0], versions[-1], part
+
+    @rule(moved=st.integers(1, 4))
+    def step_while_groups_move(self, moved: int) -> None:
+        """Some groups are handed back, a step is trained and served, and they go on under its version."""
+        self.engines[0] = max(self.engines[0], self.served)
+        self.admit(self.section.tickets)
+        for live in list(self.live.values()):
+            if live.engine is None and not live.ready:
+                self.start_one(live, 0)
+        under_way = [live for live in self.live.values() if not live.ready and live.engine is not None]
+        for place, live in enumerate(under_way):
+            if place >= moved:
+                self.deliver(live, [live.oldest])
+        if self.take is None:
+            self.choose()
+        for live in under_way[:moved]:
+            if live.group in self.live:
+                self.give_back(live, [live.oldest])
+        if self.take is not None:
+            self.train(False)
+        self.engines[0] = self.served = self.published
+        self.store.serve(Version(self.line, self.published))
+        self.admit(self.section.tickets)
 
     @rule(data=st.data(), fate=st.sampled_from(["no_signal", "no_episodes", "older_than_start", "dead_line", "lost"]))
     def fail(self, data: st.DataObject, fate: str) -> None:
@@ -160,7 +225,10 @@ class Machine(RuleBasedStateMachine):
     def report_late(self, data: st.DataObject) -> None:
         ticket = data.draw(st.sampled_from(self.past))
         before = self.store.counts()
-        if ticket.line != self.line or data.draw(st.booleans()):
+        if data.draw(st.booleans()):
+            assert not self.store.takes_back(self.make_group(ticket))
+            self.store.hand_back(self.make_group(ticket))
+        elif ticket.line != self.line or data.draw(st.booleans()):
             self.store.put(self.make_group(ticket))
         else:
             self.store.lose(ticket.group, ticket.attempt, "twice")

@@ -15,6 +15,7 @@ from contraflow.envs.base import Observation
 from contraflow.envs.registry import make_env
 from contraflow.model.tokenizer import ALPHABET, build_char_tokenizer
 from contraflow.rewards.registry import make_mix
+from contraflow.rollout.draft import Draft
 from contraflow.rollout.episode import Limits, Stage, play
 from contraflow.rollout.guard import make_guard
 from contraflow.rollout.scripted import ScriptedEngine
@@ -84,7 +85,7 @@ def stage_of(tokenizer, turns, *, env=None, mix=None, limits=LIMITS, deadline_s=
 
 
 def played(stage, *, task=TASK, seed=1):
-    return asyncio.run(play(task, stage, key="1.0.1/0", group="1.0.1", seed=seed))
+    return asyncio.run(play(task, stage, Draft(seed), key="1.0.1/0", group="1.0.1"))
 
 
 def test_one_right_answer(tokenizer):
@@ -183,7 +184,7 @@ def test_masks_turns_spans_logprobs_and_routes_line_up(
     stage, script = stage_of(tokenizer, spoken, env=env, limits=limits)
 
     async def main():
-        playing = asyncio.ensure_future(play(TASK, stage, key="k", group="k", seed=3))
+        playing = asyncio.ensure_future(play(TASK, stage, Draft(3), key="k", group="k"))
         for n, ticks in enumerate(swaps):
             for _ in range(ticks):
                 await asyncio.sleep(0)
@@ -366,7 +367,7 @@ def test_an_aborted_request_ends_an_episode_that_is_never_trained(tokenizer):
     stage, _ = stage_of(tokenizer, ["464646<eos>"])
 
     async def main():
-        playing = asyncio.ensure_future(play(TASK, stage, key="k", group="k", seed=0))
+        playing = asyncio.ensure_future(play(TASK, stage, Draft(0), key="k", group="k"))
         for _ in range(4):
             await asyncio.sleep(0)
         await stage.engine.abort(["k/0"])
@@ -380,7 +381,7 @@ def test_cancelling_ends_the_request_in_the_engine(tokenizer):
     stage, _ = stage_of(tokenizer, ["4" * 60])
 
     async def main():
-        playing = asyncio.ensure_future(play(TASK, stage, key="k", group="k", seed=0))
+        playing = asyncio.ensure_future(play(TASK, stage, Draft(0), key="k", group="k"))
         for _ in range(4):
             await asyncio.sleep(0)
         assert stage.engine.report().running == 1

@@ -410,20 +410,22 @@ def late_env(mine, which="places % 4 == 0"):
     return config.Env(name=mine(f"{ENV}\n{body}\n", "Mine"), step_deadline_s=60.0)
 
 
-@pytest.mark.parametrize("overdue", ["repose", "partial", "drop"])
-def test_a_group_beyond_its_deadline_is_posed_again_trained_in_part_or_dropped(run, mine, overdue):
+@pytest.mark.parametrize("overdue", ["repose", "continue", "partial", "drop"])
+def test_a_group_beyond_its_deadline_is_posed_again_continued_trained_in_part_or_dropped(run, mine, overdue):
     async def scene(bench):
         await bench.refresh(0)
         summary = await bench.play(await bench.admit())
         counts = await bench.counts()
         return summary, counts, await bench.take() if counts.ready else None
 
-    rollout = {"overdue": overdue, "group_deadline_s": 0.3}
+    rollout = {"overdue": overdue, "group_deadline_s": 0.3, "continue_from": 1}
     summary, counts, groups = run(scene, env=late_env(mine), rollout=rollout, groups=1)
     assert summary.cut == 1
     held = (counts.ready, counts.running, counts.dropped)
     if overdue == "repose":  # the loop says so to the buffer
         assert (summary.given_up, *held) == ("deadline", 0, 1, {})
+    if overdue == "continue":
+        assert (summary.handed_back, *held, counts.waiting) == (True, 0, 0, {}, 1)
     if overdue == "drop":
         assert (summary.given_up, *held) == ("", 0, 0, {"overdue": 1})
     if overdue == "partial":
@@ -444,7 +446,8 @@ def test_a_group_with_fewer_than_two_whole_episodes_is_never_trained_in_part(run
     run(scene, env=late_env(mine, "places > 1"), rollout={"overdue": "partial", "group_deadline_s": 0.3})
 
 
-def test_a_worker_told_to_leave_finishes_what_it_can_and_hands_back_the_rest(run, mine):
+@pytest.mark.parametrize("continue_from", [0, 1])
+def test_a_worker_told_to_leave_finishes_what_it_can_and_hands_back_the_rest(run, mine, continue_from):
     async def scene(bench):
         await bench.refresh(0)
         tickets = [await bench.admit() for _ in range(5)]
@@ -458,8 +461,13 @@ def test_a_worker_told_to_leave_finishes_what_it_can_and_hands_back_the_rest(run
         return drained, summaries, late, await bench.counts()
 
     env = late_env(mine, "places in (1, 2)")
-    drained, summaries, late, counts = run(scene, env=env, rollout={"concurrency": 3})
+    rollout = {"concurrency": 3, "continue_from": continue_from}
+    drained, summaries, late, counts = run(scene, env=env, rollout=rollout)
     given_up = [summary.given_up for summary in summaries].count("drained")
+    moved = sum(summary.handed_back for summary in summaries)
+    assert counts.reposed == ({"handed_back": moved} if continue_from else {})
+    assert (given_up == 0) if continue_from else (moved == 0)
+    given_up += moved
     unbegun = sum(summary.lagging for summary in summaries)
     assert 1 <= given_up <= 2
     assert (drained.handed_back, drained.finished) == (given_up + unbegun, 5 - given_up - unbegun)

@@ -107,10 +107,13 @@ def test_restarts_and_workers_that_left_are_told() -> None:
         *run_records(),
         {"kind": "restart", "at": 14.0, "seconds": 2.0, "because": "worker 'buffer' died: SIGKILL"},
         {"kind": "drained", "at": 15.0, "worker": "rollout-1", "finished": 3, "handed_back": 2, "seconds": 1.0},
+        {"kind": "continued", "at": 16.0, "worker": "rollout-0", "group": 7, "episodes": 8, "tokens": 300},
+        {"kind": "continued", "at": 17.0, "worker": "rollout-0", "group": 9, "episodes": 5, "tokens": 40},
     ]
     text = page("run", "", records, [])
     assert "14 s: started again: worker &#x27;buffer&#x27; died: SIGKILL" in text
-    assert "15 s: rollout-1 left: 3 groups finished, 2 posed elsewhere" in text
+    assert "15 s: rollout-1 left: 3 groups finished, 2 went on elsewhere" in text
+    assert "13 episodes were finished from where they had been broken off: 340 tokens were not sampled again" in text
 
 
 def test_the_page_stands_alone_and_tells_the_run() -> None:
