@@ -86,7 +86,7 @@ $(VENV)-extras/.ready: $(VENV)/.ready-dev
 	$(PYTHON) -m venv $(VENV)-extras
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
 	  $$($(VENV)-extras/bin/python -c 'import site; print(site.getsitepackages()[0])')/run.pth
-	$(VENV)-extras/bin/python -m pip install -q -c constraints.txt reasoning-gym==0.1.25 $(PIP_ARGS)
+	$(VENV)-extras/bin/python -m pip install -q -c constraints.txt reasoning-gym==0.1.25 openai==3.57.0 $(PIP_ARGS)
 	@touch $@
 
 clean:

@@ -37,6 +37,8 @@ def test_each_outside_library_stays_in_its_place() -> None:
         "transformers": "model/chat.py",
         "triton": ("model/kernels_", "dispatch/nvlink_kernels.py"),
         "h11": "rollout/http",
+        "jinja2": "model/template.py",
+        "reasoning_gym": "envs/reasoning_gym.py",
         "vllm": "rollout/vllm_extension.py",
     }
     for module, owner in owners.items():

@@ -19,6 +19,7 @@ REASONS: dict[str, dict[str, set[str]]] = {
     # The owner is whoever called the worker: every call has a deadline, at which what it runs is cancelled.
     "inside a call, which its caller's deadline cancels": {
         "buffer/service.py": {"_kept: await kept"},
+        "rollout/desk.py": {"next: self._inbox.get"},
         "rollout/fleet.py": {"ready: asyncio.wait", "pick: asyncio.wait"},
         "rollout/flight.py": {"reading: asyncio.wait"},
         "rollout/foreign.py": {"_await: await awaitable"},
@@ -34,6 +35,7 @@ REASONS: dict[str, dict[str, set[str]]] = {
     "waits for work to do, until it is closed or cancelled": {
         "loop.py": {"play: self._admitted.get", "_unless_stopped: self._stop.wait"},
         "rollout/foreign.py": {"_serve: jobs.get"},
+        "rollout/program.py": {"_watch: process.wait"},
         "rollout/stepping.py": {"_run: await self._wake"},
         "rollout/sglang_twin.py": {"_main: asyncio.Event().wait"},
         "rollout/vllm_twin.py": {"_main: asyncio.Event().wait"},
@@ -46,6 +48,8 @@ REASONS: dict[str, dict[str, set[str]]] = {
     # The owner is the task itself.
     "waits for a task of our own, whose own waits have deadlines": {
         "loop.py": {"_till_death: await work", "_unless_stopped: asyncio.wait"},
+        "rollout/desk.py": {"_spoken: await answer"},  # of the episode, which refuses it when it ends
+        "rollout/openai.py": {"completion_events: await answering"},  # the same
         "run.py": {"live: asyncio.wait"},
         "rollout/group.py": {"_ended: asyncio.wait"},  # the group's own deadline cancels it
         "buffer/service.py": {"close: await self._keeping"},  # of writes to the disk; the runtime's stop has a deadline

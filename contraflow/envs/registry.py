@@ -5,6 +5,7 @@ from typing import Any
 
 from contraflow.envs.arithmetic import Arithmetic, ArithmeticOptions
 from contraflow.envs.base import Env
+from contraflow.envs.harness import Harness, HarnessOptions
 from contraflow.envs.options import read_options
 from contraflow.envs.reasoning_gym import ReasoningGym, ReasoningGymOptions
 from contraflow.envs.tools import Calculator, CalculatorOptions
@@ -16,6 +17,7 @@ Maker = Callable[[Mapping[str, Any]], Env]
 ENVS: dict[str, Maker] = {
     "arithmetic": lambda options: Arithmetic(read_options(ArithmeticOptions, options)),
     "calculator": lambda options: Calculator(read_options(CalculatorOptions, options)),
+    "harness": lambda options: Harness(read_options(HarnessOptions, options), make_env),
     "reasoning_gym": lambda options: ReasoningGym(read_options(ReasoningGymOptions, options)),
 }
 

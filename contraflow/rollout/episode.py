@@ -6,6 +6,7 @@ One that was begun elsewhere is played the same way, but that turns which were s
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -19,6 +20,9 @@ from contraflow.rollout.draft import Draft, joined
 from contraflow.rollout.engine import Engine
 from contraflow.rollout.guard import Guard
 from contraflow.types import Completion, Episode, Request, StopReason, Task
+
+if TYPE_CHECKING:
+    from contraflow.rollout.harness import Table
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +54,7 @@ class Stage:
     tokenizer: Tokenizer
     guard: Guard
     limits: Limits
+    table: "Table | None" = None  # where outside programs play, if they do
 
 
 async def play(task: Task, stage: Stage, draft: Draft, *, key: str, group: str) -> Episode:
@@ -76,6 +81,8 @@ async def play(task: Task, stage: Stage, draft: Draft, *, key: str, group: str) 
 async def _converse(draft: Draft, task: Task, stage: Stage, *, key: str, group: str) -> StopReason:
     """Let model and environment take turns until one of them, or a limit, ends it."""
     limits = stage.limits
+    if stage.table is not None:
+        return await stage.table.converse(draft, task, stage, key=key, group=group)
     session = await stage.guard.open(task)
     draft.hear("prompt", task.prompt, _write(stage.tokenizer, "the prompt", task.prompt, special=True))
     left = limits.max_new_tokens
@@ -92,7 +99,7 @@ async def _converse(draft: Draft, task: Task, stage: Stage, *, key: str, group: 
             group=group,
             want_routes=limits.routes,
         )
-        completion = await _sampled(draft, request, stage)
+        completion = await take_turn(draft, request, stage)
         action = draft.say(completion, stage.tokenizer)
         if draft.is_halted():
             return StopReason.ABORTED
@@ -111,7 +118,7 @@ async def _converse(draft: Draft, task: Task, stage: Stage, *, key: str, group: 
     raise AssertionError("max_turns is at least 1")
 
 
-async def _sampled(draft: Draft, request: Request, stage: Stage) -> Completion:
+async def take_turn(draft: Draft, request: Request, stage: Stage) -> Completion:
     """The turn that `request` asks for; only what the draft does not recall is sampled."""
     known = draft.recall(request.stop_tokens)
     if known is not None:

@@ -1,7 +1,8 @@
-"""A small HTTP/1.1 server: the other end of `http.py`, for twins of servers.
+"""A small HTTP/1.1 server: the other end of `http.py`, for twins of servers and for programs that play episodes.
 
 Takes a handler that turns a parsed request into JSON, or into a stream of server-sent events; h11 does the protocol.
-One request a connection. A client that hangs up cancels what is done for it.
+One request a connection, of a bounded size, in bounded time; one that is no JSON is refused. A client that hangs up
+cancels what is done for it.
 """
 
 import asyncio
@@ -14,6 +15,9 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import h11
+
+_MAX_BYTES = 256 << 20  # of one request, where nothing else is said
+_READ_S = 60.0  # for a request to arrive whole
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,10 @@ def as_it_is(path: str, answer: Any) -> Any:
 class HttpServer:
     """Listens on one address while it is open. `tamper` alters answers, each event of a stream by itself."""
 
-    def __init__(self, handle: Callable[[Ask], Awaitable[Reply]], tamper: Tamper = as_it_is) -> None:
-        self._handle, self.tamper = handle, tamper
+    def __init__(
+        self, handle: Callable[[Ask], Awaitable[Reply]], tamper: Tamper = as_it_is, *, max_bytes: int = _MAX_BYTES
+    ) -> None:
+        self._handle, self.tamper, self._max_bytes = handle, tamper, max_bytes
         self._server: asyncio.Server | None = None
         self._serving: set[asyncio.Task[None]] = set()
 
@@ -57,9 +63,13 @@ class HttpServer:
         if socket is not None:
             self._server = await asyncio.start_unix_server(self._serve, socket)
             return f"unix:{socket}"
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        host, port = self._server.sockets[0].getsockname()[:2]
-        return f"http://{host}:{port}"
+        return await self.listen("127.0.0.1", 0)
+
+    async def listen(self, host: str, port: int) -> str:
+        """Begin to listen on a port, 0 for a free one; the address for clients. Raises: OSError when it is taken."""
+        self._server = await asyncio.start_server(self._serve, host, port)
+        name, found = self._server.sockets[0].getsockname()[:2]
+        return f"http://[{name}]:{found}" if ":" in name else f"http://{name}:{found}"
 
     async def close(self) -> None:
         """Stop listening and hang up on everybody, as a server does that dies."""
@@ -75,7 +85,8 @@ class HttpServer:
         self._serving.add(task)
         try:
             protocol = h11.Connection(h11.SERVER)
-            ask = await _read(protocol, reader)
+            async with asyncio.timeout(_READ_S):
+                ask = await _read(protocol, reader, self._max_bytes)
             answering = asyncio.create_task(self._answer(protocol, ask, writer))
             gone = asyncio.create_task(reader.read(1))  # nothing more is due, so this ends when the client does
             try:
@@ -84,7 +95,7 @@ class HttpServer:
                 for part in (answering, gone):
                     part.cancel()
                 await asyncio.gather(answering, gone, return_exceptions=True)
-        except (OSError, EOFError, h11.RemoteProtocolError):
+        except (OSError, EOFError, TimeoutError, h11.RemoteProtocolError):
             pass  # whoever asked has gone, or spoke no HTTP: there is nobody to tell
         except asyncio.CancelledError:
             writer.transport.abort()
@@ -92,21 +103,21 @@ class HttpServer:
             self._serving.discard(task)
             writer.close()
 
-    async def _answer(self, protocol: h11.Connection, ask: Ask, writer: asyncio.StreamWriter) -> None:
-        reply = await self._handle(ask)
+    async def _answer(self, protocol: h11.Connection, ask: Ask | Reply, writer: asyncio.StreamWriter) -> None:
+        reply, path = (ask, "") if isinstance(ask, Reply) else (await self._handle(ask), ask.path)
         kind = "application/json" if reply.events is None else "text/event-stream"
         head = h11.Response(
             status_code=reply.status, headers=[("Content-Type", kind), ("Connection", "close")], reason=b""
         )
         writer.write(protocol.send(head) or b"")
         if reply.events is None:
-            body = self.tamper(ask.path, reply.body)
+            body = self.tamper(path, reply.body)
             data = b"" if body is None else json.dumps(body).encode()
             writer.write(protocol.send(h11.Data(data=data)) or b"")
         else:
             async with aclosing(reply.events) as events:
                 async for event in events:
-                    said = json.dumps(self.tamper(ask.path, event)).encode()
+                    said = json.dumps(self.tamper(path, event)).encode()
                     writer.write(protocol.send(h11.Data(data=b"data: " + said + b"\n\n")) or b"")
                     await writer.drain()
             writer.write(protocol.send(h11.Data(data=b"data: [DONE]\n\n")) or b"")
@@ -115,9 +126,10 @@ class HttpServer:
             await writer.drain()
 
 
-async def _read(protocol: h11.Connection, reader: asyncio.StreamReader) -> Ask:
+async def _read(protocol: h11.Connection, reader: asyncio.StreamReader, max_bytes: int) -> Ask | Reply:
+    """A request, or why it is refused."""
     head: h11.Request | None = None
-    body = b""
+    body = bytearray()
     while True:
         event = protocol.next_event()
         if event is h11.NEED_DATA:
@@ -125,7 +137,9 @@ async def _read(protocol: h11.Connection, reader: asyncio.StreamReader) -> Ask:
         elif isinstance(event, h11.Request):
             head = event
         elif isinstance(event, h11.Data):
-            body += bytes(event.data)
+            body += event.data
+            if len(body) > max_bytes:
+                return Reply(413, {"error": {"message": f"a request of over {max_bytes} bytes", "code": "too_large"}})
         elif isinstance(event, h11.EndOfMessage):
             break
         else:
@@ -133,4 +147,8 @@ async def _read(protocol: h11.Connection, reader: asyncio.StreamReader) -> Ask:
     assert head is not None, "an end comes after a beginning"
     target = urlsplit(head.target.decode())
     headers = {name.decode().lower(): value.decode() for name, value in head.headers}
-    return Ask(head.method.decode(), target.path, dict(parse_qsl(target.query)), headers, json.loads(body or b"null"))
+    try:
+        parsed = json.loads(body or b"null")
+    except (ValueError, RecursionError):
+        return Reply(400, {"error": {"message": "the body is no JSON", "code": "no_json"}})
+    return Ask(head.method.decode(), target.path, dict(parse_qsl(target.query)), headers, parsed)

@@ -62,6 +62,7 @@ class RolloutReport(msgspec.Struct, frozen=True, kw_only=True):
     groups: int
     stops: dict[str, int]  # episodes by StopReason
     lost_threads: int  # in calls of an environment or reward that have not returned
+    sessions: dict[str, int] = {}  # of outside programs, by what became of them and of their requests
 
 
 def summarise(group: Group) -> GroupSummary:

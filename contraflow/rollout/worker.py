@@ -16,6 +16,7 @@ import msgspec
 from contraflow import config
 from contraflow.buffer.service import Buffer
 from contraflow.envs.draws import derive_seed
+from contraflow.envs.harness import Harness
 from contraflow.envs.registry import make_env
 from contraflow.errors import EngineError, PayloadError, RewardError, TaskError
 from contraflow.model.tokenizer import Tokenizer
@@ -180,10 +181,13 @@ class RolloutWorker:
             groups=self._groups,
             stops=dict(self._stops),
             lost_threads=self._stage.guard.lost_threads,
+            sessions=dict(self._stage.table.desk.counts) if self._stage.table is not None else {},
         )
 
     async def close(self) -> None:
         """Stop the engine, then let go of the weights it served."""
+        if self._stage.table is not None:
+            await self._stage.table.close()
         await self._stage.engine.close()
         self._refresher.close()
         if self._parts is not None:
@@ -306,8 +310,9 @@ def make_rollout_worker(  # noqa: PLR0913 - the sections of a recipe that are th
     `rendezvous`: where the other ranks of its engine are, if there are any. `route`: where its weights come from, if
     each rank is sent its own part. Raises: ConfigError, ModelError; with a `route` DeadlineExceeded.
     """
+    world = make_env(env.name, env.options)
     guard = make_guard(
-        make_env(env.name, env.options),
+        world,
         make_mix(reward.parts, judge=reward.judge, correct_part=reward.correct, sandbox=reward.sandbox),
         deadline_s=env.step_deadline_s,
         context_tokens=engine.context_tokens,
@@ -328,7 +333,13 @@ def make_rollout_worker(  # noqa: PLR0913 - the sections of a recipe that are th
         deadline_s=weights.refresh_deadline_s,
         wire=engine.parallel.wire,
     )
-    stage = Stage(engine=opened, tokenizer=tokenizer, guard=guard, limits=Limits.of(rollout, engine))
+    table = None
+    if isinstance(world, Harness):
+        from contraflow.rollout.harness import open_table  # needs the extra
+
+        sign = Path(run_folder) / f"sessions-{host.name}.url"
+        table = open_table(world, Path(model_folder), rollout=rollout, deadline_s=env.step_deadline_s, sign=sign)
+    stage = Stage(engine=opened, tokenizer=tokenizer, guard=guard, limits=Limits.of(rollout, engine), table=table)
     ref = host.connect(buffer)
     return RolloutWorker(stage, refresher, ref, rollout=rollout, seed=seed, clock=host.clock, pupil=pupil, parts=parts)
 

@@ -19,6 +19,7 @@ CASES = {
     },
     "calculator": {},
     "calculator, small": {"kinds": [{"operands": 2, "digits": 1, "ops": ["+", "*"]}], "test_share": 0.3, "seed": 1},
+    "harness": {"tasks": {"name": "calculator", "options": {}}, "reward": "recipe"},
     "reasoning_gym": {"datasets": [{"name": "chain_sum"}, {"name": "word_sorting", "weight": 0.5}]},
 }
 EXTRA = {"reasoning_gym"}  # environments that need a package of the same name

@@ -36,6 +36,8 @@ def check(env, *, parts=None, n=5, deadline_s=0.5):
 def test_every_shipped_environment_gives_its_own_references_full_marks(name, backwards):
     options = {"reversed": backwards} if name == "arithmetic" else {}
     parts = {"correct": 1.0, "format": 1.0, "partial": 1.0}
+    if name == "harness":
+        options = {"tasks": {"name": "arithmetic"}, "reward": "recipe" if backwards else "harness"}
     if name == "reasoning_gym":
         pytest.importorskip(name)
         options = {"datasets": [{"name": "chain_sum"}], "answer": "whole" if backwards else "tagged"}
