@@ -76,12 +76,12 @@ def make_mix(
         parts,
         dict.fromkeys(parts, 0.0) | dict(weights),
         bounded=all(name in PARTS for name in parts),
-        slow=_slow([held for _, held in opened.values()]),
+        slow=_slow([held for _, held in opened.values()], (judge or config.Judge()).deadline_s * ("judge" in names)),
         correct=correct_part,
     )
 
 
-def _slow(sandboxes: list[Sandbox]) -> Slow | None:
+def _slow(sandboxes: list[Sandbox], judge_s: float) -> Slow | None:
     if not sandboxes:
         return None
 
@@ -91,6 +91,6 @@ def _slow(sandboxes: list[Sandbox]) -> Slow | None:
 
     return Slow(
         at_once=min(sandbox.section.processes for sandbox in sandboxes),
-        deadline_s=sum(sandbox.most_s for sandbox in sandboxes),
+        deadline_s=judge_s + sum(sandbox.most_s for sandbox in sandboxes),
         close=close,
     )

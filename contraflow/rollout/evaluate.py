@@ -24,6 +24,7 @@ from contraflow.rollout.episode import Limits, Stage
 from contraflow.rollout.examine import Answers, Exam, Measured, examine, measure
 from contraflow.rollout.guard import make_guard
 from contraflow.rollout.native import NativeEngine
+from contraflow.rollout.open_table import open_table
 from contraflow.rollout.preflight import check_tasks
 from contraflow.telemetry import Clock
 from contraflow.types import Version
@@ -106,17 +107,22 @@ async def _answers(recipe: Recipe, exam: Exam, subject: Subject) -> Answers:
     enter_device(device)
     decoder = load_folder(subject.folder, dtype=DTYPES[section.compute], device=device)
     engine = NativeEngine(decoder, section, clock=subject.clock, version=Version(0, 0))
+    world, reward = make_env(recipe.env.name, recipe.env.options), recipe.reward
     guard = make_guard(
-        make_env(recipe.env.name, recipe.env.options),
-        make_mix(recipe.reward.parts),
+        world,
+        make_mix(reward.parts, judge=reward.judge, correct_part=reward.correct, sandbox=reward.sandbox),
         deadline_s=recipe.env.step_deadline_s,
         context_tokens=section.context_tokens,
     )
     limits = Limits.of(recipe.rollout, section)
-    stage = Stage(engine=engine, tokenizer=Tokenizer.load(subject.folder), guard=guard, limits=limits)
+    wait_s = recipe.env.step_deadline_s
+    table = open_table(world, subject.folder, rollout=recipe.rollout, deadline_s=wait_s, sign=None)
+    stage = Stage(engine=engine, tokenizer=Tokenizer.load(subject.folder), guard=guard, limits=limits, table=table)
     try:
         return await examine(exam, stage, key="eval", tell=subject.tell)
     finally:
+        if table is not None:
+            await table.close()
         await engine.close()
         guard.close()
 

@@ -6,7 +6,6 @@ is a `TaskError`, which costs the episode. Every wait on a program ends after th
 """
 
 import asyncio
-import os
 import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -15,9 +14,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from contraflow import config
 from contraflow.envs.draws import derive_seed
-from contraflow.envs.harness import Harness, HarnessOptions
+from contraflow.envs.harness import HarnessOptions
 from contraflow.errors import ConfigError, TaskError
 from contraflow.model.template import ChatTemplate
 from contraflow.rewards.base import Said
@@ -41,12 +39,13 @@ class Table:
         *,
         temperature: float,
         deadline_s: float,
-        sign: Path,
+        sign: Path | None,
         environ: Mapping[str, str],
     ) -> None:
         """`temperature`: the one that programs may ask for, the run's. `deadline_s` bounds each wait on a program.
 
-        The address is written to `sign` once it is known. Raises: ConfigError when the key of `options` is not set.
+        The address is written to `sign`, if there is one, once it is known. Raises: ConfigError when the key of
+        `options` is not set.
         """
         fetch_key = environ.get(options.key_env, "")
         if options.key_env and not fetch_key:
@@ -81,7 +80,8 @@ class Table:
     async def close(self) -> None:
         """Hang up on everybody, and take the sign in."""
         await self.desk.shut()
-        self._sign.unlink(missing_ok=True)
+        if self._sign is not None:
+            self._sign.unlink(missing_ok=True)
 
     async def open(self) -> None:
         """Listen, and say where, unless that is done. Raises: TaskError."""
@@ -93,7 +93,8 @@ class Table:
             except OSError as fault:
                 where = f"env.options.host = {self._options.host!r}, port = {self._options.port}"
                 raise TaskError(f"{where}: cannot listen there: {fault}") from None
-            self._sign.write_text(self.desk.url + "\n", encoding="utf-8")
+            if self._sign is not None:
+                self._sign.write_text(self.desk.url + "\n", encoding="utf-8")
 
     async def _hear(self, session: Session) -> Turn | Ended:
         try:
@@ -218,15 +219,3 @@ def _refused(refusal: TaskError) -> Refused:
         return refusal
     code = "history_edited" if isinstance(refusal, EditedError) else "bad_request"
     return Refused(400, code, str(refusal))
-
-
-def open_table(world: Harness, folder: Path, *, rollout: config.Rollout, deadline_s: float, sign: Path) -> Table:
-    """The table of one worker, with the chat template of the model's folder. Raises: ConfigError, ModelError."""
-    return Table(
-        world.options,
-        ChatTemplate.load(folder),
-        temperature=rollout.temperature,
-        deadline_s=deadline_s,
-        sign=sign,
-        environ=os.environ,
-    )

@@ -16,7 +16,6 @@ import msgspec
 from contraflow import config
 from contraflow.buffer.service import Buffer
 from contraflow.envs.draws import derive_seed
-from contraflow.envs.harness import Harness
 from contraflow.envs.registry import make_env
 from contraflow.errors import EngineError, PayloadError, RewardError, TaskError
 from contraflow.model.tokenizer import Tokenizer
@@ -27,6 +26,7 @@ from contraflow.rollout.group import play_group
 from contraflow.rollout.guard import make_guard
 from contraflow.rollout.handover import part_of
 from contraflow.rollout.open_engine import open_engine, open_served_engine
+from contraflow.rollout.open_table import open_table
 from contraflow.rollout.pupil import Pupil
 from contraflow.rollout.refresh import ChunkFetcher, Refresher, RefreshReport
 from contraflow.rollout.report import Drained, EvalReport, GroupSummary, RolloutReport, count_stops, summarise
@@ -333,12 +333,13 @@ def make_rollout_worker(  # noqa: PLR0913 - the sections of a recipe that are th
         deadline_s=weights.refresh_deadline_s,
         wire=engine.parallel.wire,
     )
-    table = None
-    if isinstance(world, Harness):
-        from contraflow.rollout.harness import open_table  # needs the extra
-
-        sign = Path(run_folder) / f"sessions-{host.name}.url"
-        table = open_table(world, Path(model_folder), rollout=rollout, deadline_s=env.step_deadline_s, sign=sign)
+    table = open_table(
+        world,
+        Path(model_folder),
+        rollout=rollout,
+        deadline_s=env.step_deadline_s,
+        sign=Path(run_folder) / f"sessions-{host.name}.url",
+    )
     stage = Stage(engine=opened, tokenizer=tokenizer, guard=guard, limits=Limits.of(rollout, engine), table=table)
     ref = host.connect(buffer)
     return RolloutWorker(stage, refresher, ref, rollout=rollout, seed=seed, clock=host.clock, pupil=pupil, parts=parts)

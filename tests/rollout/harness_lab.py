@@ -17,8 +17,9 @@ from contraflow.rewards.registry import make_mix
 from contraflow.rollout.draft import Draft
 from contraflow.rollout.episode import Limits, Stage, play
 from contraflow.rollout.guard import make_guard
-from contraflow.rollout.harness import Table, open_table
+from contraflow.rollout.harness import Table
 from contraflow.rollout.http import HttpClient
+from contraflow.rollout.open_table import open_table
 from contraflow.rollout.scripted import ScriptedEngine
 from contraflow.types import Completion, Episode, Request, Version
 
@@ -96,7 +97,9 @@ class Lab:
         mix = make_mix(settings.pop("parts", {"score": 1.0}))
         guard = make_guard(self.env, mix, deadline_s=deadline_s, context_tokens=limits["context_tokens"])
         self.sign = run_folder / "sessions-rollout-0.url"
-        self.table: Table = open_table(self.env, folder, rollout=Rollout(), deadline_s=deadline_s, sign=self.sign)
+        table = open_table(self.env, folder, rollout=Rollout(), deadline_s=deadline_s, sign=self.sign)
+        assert table is not None
+        self.table: Table = table
         self.stage = Stage(
             engine=self.notes.engine,
             tokenizer=self.tokenizer,
