@@ -8,6 +8,7 @@ import sys
 import textwrap
 from contextlib import suppress
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -553,3 +554,32 @@ def test_the_client_of_openai_plays_an_episode(lab_of):
     episode = lab.run(harness)
     assert episode.error == ""
     lab.assert_exact(episode)
+
+
+def test_an_episode_that_was_begun_elsewhere_is_not_sampled_twice(lab_of):
+    """A program that says the same again is answered from what another worker sampled, and goes on from there."""
+    turns = ["the weather", "and then", "there"]
+
+    async def harness(client, path):
+        messages = []
+        for said in turns:
+            messages.append(user(said))
+            await chat_on(client, path, messages)
+        await client.post(f"{path}/reward", {"reward": 1})
+
+    whole = lab_of().run(harness)
+    first = whole.turns[:3]  # prompt, the model's first turn, what it was told next
+    left = msgspec.structs.replace(
+        whole,
+        tokens=whole.tokens[: first[-1].end],
+        trained=whole.trained[: first[-1].end],
+        logprobs=whole.logprobs[: first[-1].end],
+        spans=whole.spans[:1],
+        turns=first,
+    )
+    lab = lab_of()
+    draft = Draft(1, left)
+    again = lab.run(harness, draft=draft)
+    np.testing.assert_array_equal(again.tokens, whole.tokens)
+    assert len(lab.notes.fed) == 2
+    assert draft.recalled == first[1].end - first[1].start
