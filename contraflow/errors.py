@@ -61,6 +61,10 @@ class ServerError(EngineError):
         self.kind = kind
 
 
+class NoticeError(ContraflowError):
+    """The service that knows whether this machine is to go cannot be asked, or answers what cannot be."""
+
+
 class CarrierError(ContraflowError):
     """A weight version did not arrive whole: missing, torn, of another shape, or failing its proof."""
 

@@ -28,7 +28,7 @@ from contraflow.config import Recipe
 from contraflow.errors import CarrierError, DeadlineExceeded, TrainingError, WorkerDied
 from contraflow.progress import Outcome, Progress
 from contraflow.rollout.worker import RolloutWorker
-from contraflow.runtime.base import OWNER
+from contraflow.runtime.base import OWNER, Ref
 from contraflow.saving import Saver
 from contraflow.system import System
 from contraflow.telemetry import Clock, Journal
@@ -77,11 +77,10 @@ class Loop:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tending = {name: tasks.create_task(self._tend(name)) for name in self.system.rollouts}
-                background = [
-                    tasks.create_task(work)
-                    for work in (self.ask(), self.mourn(tending, tasks), self.heed(tending, tasks))
-                ]
-                await self.learn(tasks)
+                asking = tasks.create_task(self.ask())
+                others = (self.mourn(tending, tasks), self.heed(tending, tasks))
+                background = [asking, *(tasks.create_task(work) for work in others)]
+                await self.learn(tasks, asking)
                 for task in [*background, *tending.values()]:
                     task.cancel()
         except BaseExceptionGroup as failures:
@@ -127,10 +126,10 @@ class Loop:
                     self._deaths[name] = 0
             playing.discard(ticket)
 
-    async def learn(self, tasks: asyncio.TaskGroup) -> None:
+    async def learn(self, tasks: asyncio.TaskGroup, asking: asyncio.Task[None]) -> None:
         """Consumes takes of P groups, produces versions; ends with a cut that holds everything learned.
 
-        Cuts are written by one of `tasks` while it goes on.
+        Cuts are written by one of `tasks` while it goes on. A run that is stopped ends `asking`, and what is under way.
         """
         bad = 0
         last = self.recipe.run.steps
@@ -148,6 +147,9 @@ class Loop:
                 await self.saver.begin(self.progress.steps, tasks)
             if 0 < self.recipe.run.stop_at_accuracy <= self.progress.accuracy:
                 break
+        if self._stop.is_set():
+            asking.cancel()
+            await asyncio.gather(*(self._break_off(name, ref) for name, ref in self.system.rollouts.items()))
         await self.saver.begin(self.progress.steps, tasks)
         await self.saver.settle()
         if not self._stop.is_set():
@@ -236,12 +238,18 @@ class Loop:
         told = {"finished": drained.finished, "handed_back": drained.handed_back, "fault": fault}
         self._record("drained", worker=name, seconds=round(self.clock() - began, 3), **told)
         self.progress.note = f"{name} left: {drained.finished} groups finished, {drained.handed_back} go on elsewhere"
-        if self.recipe.rollout.replace:
+        if self.recipe.rollout.replace and not self._stop.is_set():
             await self._start_again(name, tending, tasks)
         else:
             del tending[name]
             if not tending:
                 self.stop()
+
+    async def _break_off(self, name: str, worker: Ref[RolloutWorker]) -> None:
+        """What `name` has under way goes on when the run is resumed: it is handed back, and rides in the cut."""
+        self._leaving.add(name)
+        with suppress(WorkerDied, DeadlineExceeded):  # what is not handed back is played anew
+            await worker.call(CALL_S, RolloutWorker.drain, 0.0)
 
     async def _start_again(self, name: str, tending: dict[str, asyncio.Task[None]], tasks: asyncio.TaskGroup) -> None:
         for left in reversed(range(MAX_DEATHS)):

@@ -14,12 +14,13 @@ from typing import Any
 from contraflow.buffer.counts import Counts
 from contraflow.buffer.service import Buffer
 from contraflow.config import Recipe
-from contraflow.errors import DeadlineExceeded, WorkerDied
+from contraflow.errors import ConfigError, DeadlineExceeded, NoticeError, WorkerDied
 from contraflow.loop import Loop
 from contraflow.progress import Outcome
 from contraflow.rollout.report import RolloutReport
 from contraflow.rollout.worker import RolloutWorker
 from contraflow.runtime.base import OWNER
+from contraflow.runtime.notice import Metadata, first_notice
 from contraflow.system import open_system
 from contraflow.telemetry import Clock, Journal
 from contraflow.train.worker import Trainer
@@ -43,7 +44,7 @@ def run_recipe(recipe: Recipe, folder: Path, *, resume: bool, clock: Clock, view
 
 
 async def _run(recipe: Recipe, folder: Path, *, resume: bool, clock: Clock, view: View) -> Outcome:
-    life = _Life(recipe, folder, clock=clock, view=view)
+    life = _Life(recipe, folder, clock=clock, view=view, machine=await _machine(recipe))
     left = recipe.run.restarts
     while True:
         try:
@@ -58,6 +59,19 @@ async def _run(recipe: Recipe, folder: Path, *, resume: bool, clock: Clock, view
             life.because, resume = str(failure), True
 
 
+async def _machine(recipe: Recipe) -> Metadata | None:
+    """Who is to be asked whether this machine goes. Raises ConfigError if that cannot be asked."""
+    section = recipe.runtime
+    if not section.notice_url:
+        return None
+    machine = Metadata(section.notice_url, deadline_s=section.notice_every_s)
+    try:
+        await machine.ask()
+    except NoticeError as fault:
+        raise ConfigError(f"runtime.notice_url: {fault}; correct it, or leave it empty to ask nobody") from fault
+    return machine
+
+
 def mendable(failure: WorkerDied | DeadlineExceeded) -> bool:
     """Whether a new start may help: a worker died or did not answer. Waiting in vain for groups would repeat itself."""
     return isinstance(failure, WorkerDied) or failure.owner == OWNER
@@ -70,7 +84,11 @@ class _Life:
     `stopping`: it was told to stop. A SIGTERM to a whole group takes workers with it, and nobody wants those again.
     """
 
-    def __init__(self, recipe: Recipe, folder: Path, *, clock: Clock, view: View) -> None:
+    def __init__(
+        self, recipe: Recipe, folder: Path, *, clock: Clock, view: View, machine: Metadata | None = None
+    ) -> None:
+        """`machine` knows whether this machine is to go."""
+        self._machine = machine
         self._recipe, self._folder, self._clock, self._view = recipe, folder, clock, view
         self.began = self.saved = self.stopping = False
         self.because = ""  # why it had to start again
@@ -87,7 +105,7 @@ class _Life:
                 journal.write({"kind": "restart", "at": round(clock(), 3), "seconds": took, "because": self.because})
             loop = Loop(system, self._recipe, journal=journal, clock=clock)
             watcher = Watcher(loop, journal, clock)
-            running = asyncio.ensure_future(loop.run())
+            running, heeding = asyncio.ensure_future(loop.run()), asyncio.ensure_future(self._heed(loop, journal))
             try:
                 with _interrupts(lambda: self._stop(loop)):
                     while not (await asyncio.wait({running}, timeout=TICK_S))[0]:
@@ -101,9 +119,24 @@ class _Life:
                 raise
             finally:
                 running.cancel()
-                await asyncio.wait({running})
+                heeding.cancel()
+                await asyncio.wait({running, heeding})
                 self.saved = bool(loop.saver.newest)
                 journal.close()
+
+    async def _heed(self, loop: Loop, journal: Journal) -> None:
+        """When the machine is to go, the run ends as it does at SIGTERM. A service that fails is told of, no more."""
+        if self._machine is None:
+            return
+
+        def trouble(text: str) -> None:
+            journal.write({"kind": "notice_trouble", "at": round(self._clock(), 3), "detail": text})
+            loop.progress.note = text
+
+        said = await first_notice(self._machine, self._recipe.runtime.notice_every_s, trouble)
+        journal.write({"kind": "notice", "at": round(self._clock(), 3), "worker": "machine", "detail": said})
+        loop.progress.note = f"the machine is to go: {said}"
+        self._stop(loop)
 
     def _stop(self, loop: Loop) -> None:
         self.stopping = True

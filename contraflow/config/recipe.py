@@ -151,6 +151,10 @@ class Runtime(Section):
     hang_s: Annotated[float, Field(ge=5)] = (
         60.0  # a worker without a sign of life for so long is killed, its stacks kept
     )
+    notice_url: Annotated[str, Field(pattern=r"^(http://[^/\s]+/?)?$")] = (
+        ""  # metadata service to ask whether this machine is to go, `http://169.254.169.254` on EC2; empty: none
+    )
+    notice_every_s: Seconds = 5.0  # between two such questions; an answer that takes longer is none
 
 
 class Recipe(Section):
