@@ -60,14 +60,15 @@ def replayed(by_group: Sequence[Sequence[Sample]], routing: Routing, missing: Mi
     if routing != "r3":
         return Replayed([[msgspec.structs.replace(one, routes=None) for one in group] for group in by_group])
     kept, lacking, dropped = [], 0, 0
-    for group in by_group:
+    for place, group in enumerate(by_group):
         marked = [_marked(sample) for sample in group]
         holes = [_holes(sample) for sample in marked]
         if missing == "refuse" and any(holes):
+            fed = sum(one.tokens.size - 1 for one in group)
             raise RoutesError(
-                f"{sum(holes)} of {sum(one.tokens.size - 1 for one in group)} fed tokens of one group came without"
-                " experts, and train.missing_routes = 'refuse'; see docs/routing.md for engines that give none, or use"
-                " 'own' or 'drop'"
+                f"{sum(holes)} of {fed} fed tokens of group {place} of the take (from 0) came without experts, and"
+                " train.missing_routes = 'refuse'; see docs/routing.md for engines that give none, or use 'own' or"
+                " 'drop'"
             )
         whole = [one for one, hole in zip(marked, holes, strict=True) if not hole]
         lacking += sum(holes)

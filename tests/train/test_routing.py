@@ -139,7 +139,9 @@ def test_what_comes_without_experts_is_routed_freely_or_left_out_or_refused_and_
     dropped = replayed(groups, "r3", "drop")
     assert (dropped.missing, dropped.dropped) == (7, 2)
     assert [[one.tokens.size for one in group] for group in dropped.by_group] == [[6], []]
-    with pytest.raises(RoutesError, match=r"3 of 12 fed tokens .* train.missing_routes = 'refuse'"):
+    with pytest.raises(
+        RoutesError, match=r"3 of 12 fed tokens of group 0 of the take .* train.missing_routes = 'refuse'"
+    ):
         replayed(groups, "r3", "refuse")
     assert replayed([[holey(6, [])]], "r3", "refuse").missing == 0
     for routing in ("own", "r2"):
