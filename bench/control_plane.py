@@ -1,7 +1,8 @@
 """What the buffer costs a group: events alone, payloads through memory, and payloads to disk beside `dd` on that disk.
 
 Takes sizes; gives one row a case, and bench/results/control_plane.json. The durable case runs the real worker with its
-group commit, eight puts at a time, and `dd conv=fdatasync` of as many bytes before and after it.
+group commit, and `dd conv=fdatasync` of as many bytes before and after it. With a redis-server (`--redis`, or
+CONTRAFLOW_REDIS) the same groups also go through a Redis stream, in turns with the ledger: see redis_stream.py.
 """
 
 import argparse
@@ -9,13 +10,16 @@ import asyncio
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from bench.record import write
+from bench import redis_stream
+from bench.record import spread, write
 from contraflow.buffer.service import Buffer
 from contraflow.config import Buffer as Section
 from contraflow.runtime.wire import decode, encode, nbytes
@@ -98,6 +102,42 @@ async def durable(folder: Path, steps: int) -> tuple[float, int]:
     return took, total
 
 
+def beside(place: Path, binary: Path, *, steps: int, rounds: int, groups: int) -> list[dict[str, Any]]:
+    """The ledger and a Redis stream on one disk, in turns: MB/s of payloads, and groups a second of events alone."""
+    made = episodes(tokens=TOKENS, routes=True)
+    numbers = [range(step * GROUPS_PER_STEP, (step + 1) * GROUPS_PER_STEP) for step in range(steps)]
+    sent = [[group_of(Ticket(group=n, attempt=1, line=0), made, 0) for n in step] for step in numbers]
+    total = steps * GROUPS_PER_STEP * nbytes(encode(sent[0][0]))
+    speeds: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory(dir=place) as folder:
+            took, of_ledger = asyncio.run(durable(Path(folder), steps))
+        speeds.setdefault("ledger", []).append(of_ledger / took / 1e6)
+        for fsync in ("always", "everysec"):
+            with _redis(place, binary, fsync) as listening:
+                took = redis_stream.payloads(listening, sent)
+            speeds.setdefault(f"Redis stream, appendfsync {fsync}", []).append(total / took / 1e6)
+    rows: list[dict[str, Any]] = [
+        {"case": f"payload: {name}", "MB_s": {key: round(value, 1) for key, value in spread(values).items()}}
+        for name, values in speeds.items()
+    ]
+    with _redis(place, binary, "always") as listening:
+        took = redis_stream.events(listening, groups, GROUPS_PER_STEP)
+    rows.append(
+        {"case": f"events of {groups} groups: Redis stream, appendfsync always", "groups_s": round(groups / took, 1)}
+    )
+    return rows
+
+
+@contextmanager
+def _redis(place: Path, binary: Path, fsync: str) -> Iterator[Path]:
+    with (
+        tempfile.TemporaryDirectory(dir=place) as folder,
+        redis_stream.server(binary, Path(folder), fsync) as listening,
+    ):
+        yield listening
+
+
 def memory(count: int) -> tuple[float, int]:
     """Seconds and bytes of payloads through the wire format and back, as between processes."""
     group = group_of(Ticket(group=0, attempt=1, line=0), episodes(tokens=TOKENS, routes=True), 0)
@@ -126,6 +166,8 @@ def main() -> None:
     parser.add_argument("--groups", type=int, nargs="+", default=[1_000, 10_000, 100_000])
     parser.add_argument("--steps", type=int, default=6, help="of 16 groups with payload")
     parser.add_argument("--place", type=Path, default=Path("."), help="a folder on the disk to measure")
+    parser.add_argument("--redis", type=Path, default=redis_stream.find(), help="a redis-server to run beside it")
+    parser.add_argument("--rounds", type=int, default=3, help="of ledger and Redis in turns")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for groups in options.groups:
@@ -151,11 +193,15 @@ def main() -> None:
             "group_MB": round(total / options.steps / GROUPS_PER_STEP / 1e6, 2),
         }
     )
+    facts = {"payload": f"{EPISODES} episodes of {TOKENS} tokens, routes of {LAYERS} layers x {CHOICES}"}
+    if options.redis is not None:
+        facts["peer"] = f"{redis_stream.version(options.redis)}, over a Unix socket"
+        rows += beside(
+            options.place, options.redis, steps=options.steps, rounds=options.rounds, groups=options.groups[0]
+        )
     for row in rows:
         print(row)
-    write(
-        "control_plane", rows, payload=f"{EPISODES} episodes of {TOKENS} tokens, routes of {LAYERS} layers x {CHOICES}"
-    )
+    write("control_plane", rows, **facts)
 
 
 if __name__ == "__main__":
