@@ -1,6 +1,7 @@
 """Cuts as blobs: parts written in parallel, then one conditional put of a small manifest, so a cut is whole or unseen.
 
-Takes bytes by name, gives them back verified; knows nothing of models. Keys: manifests/NAME, parts/NAME/WRITER/PART.
+Takes bytes by name, gives them back verified; knows nothing of models. Keys: manifests/NAME, parts/NAME/WRITER/PART;
+lines/N says who may commit, see lines.py.
 An empty manifest is a fence: nobody can commit a cut of that name any more, and its parts may go. Does not decide when
 to cut or what belongs in one.
 """
@@ -15,11 +16,12 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from contraflow.blobs import Blobs, open_blobs
-from contraflow.errors import BlobError, BlobExists, BlobMissing, CheckpointError, CutTaken, CutTorn
+from contraflow.errors import BlobExists, BlobMissing, CheckpointError, CutTaken, CutTorn
+from contraflow.lines import Lines
+from contraflow.patience import Patience
 
 FORMAT = 1
 LANES = 4  # parts read or written at once
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between attempts, doubling
 STORE_RETRY_S = 10.0  # how long one call to S3 may try again by itself, before ours counts it as failed
 NAME = re.compile(r"line-(\d+)-step-(\d+)")
 EARLIER = "earlier cuts are untouched; free some space or mend the store, and resume"
@@ -76,33 +78,6 @@ class Newest(NamedTuple):
     refused: tuple[str, ...]
 
 
-class Patience:
-    """Tries a store's calls again, with pauses that double, until `deadline_s` after the first attempt.
-
-    `pause(seconds)` waits; when it gives true, it is time to leave, and no further attempt is made.
-    """
-
-    def __init__(self, deadline_s: float, clock: Callable[[], float], pause: Callable[[float], bool]) -> None:
-        self._deadline_s = deadline_s
-        self._clock = clock
-        self._pause = pause
-
-    def keep_on(self, work: Callable[[], T]) -> T:
-        """What `work` gives. Raises BlobMissing and BlobExists at once, other BlobErrors when the time is over."""
-        began, pause_s, tries = self._clock(), FIRST_PAUSE_S, 0
-        while True:
-            tries += 1
-            try:
-                return work()
-            except (BlobMissing, BlobExists):
-                raise
-            except BlobError as fault:
-                spent = self._clock() - began
-                if spent + pause_s > self._deadline_s or self._pause(pause_s):
-                    raise BlobError(f"{fault} (given up after {tries} tries in {spent:.1f} s)") from fault
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-
 class CutSpace:
     """All cuts of a run in one blob space; safe to use from several threads and processes at once.
 
@@ -112,6 +87,7 @@ class CutSpace:
 
     def __init__(self, blobs: Blobs, patience: Patience) -> None:
         self.url = blobs.url
+        self.lines = Lines(blobs, patience)
         self._blobs = blobs
         self._patience = patience
 
@@ -124,9 +100,10 @@ class CutSpace:
     def commit(self, cut: CutId, parts: Sequence[Part], about: dict[str, Any]) -> CutManifest:
         """Make the cut visible, all at once. Committing again what is committed is no error.
 
-        Raises CutTaken when another writer was first, BlobError when the store does not say which: the cut is then
-        whole or not there, and its parts must stay.
+        Raises CutTaken when another writer was first or a newer line was begun, BlobError when the store does not say
+        which: the cut is then whole or not there, and its parts must stay.
         """
+        self.lines.check(place(cut.name)[0])
         manifest = CutManifest(format=FORMAT, id=cut, about=about, parts=tuple(sorted(parts, key=lambda p: p.name)))
         body = msgspec.json.encode(manifest)
         data = msgspec.json.encode(_Signed(hashlib.sha256(body).hexdigest(), msgspec.Raw(body)))

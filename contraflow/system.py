@@ -9,7 +9,6 @@ import fcntl
 import os
 import secrets
 import shutil
-import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -17,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from contraflow.beginning import Beginning, begin
 from contraflow.buffer.service import Buffer, make_buffer
 from contraflow.config import Engine, Recipe, Train, recipe_toml
-from contraflow.cuts import Newest, open_cuts
 from contraflow.errors import ConfigError, ContraflowError, RunFolderError
 from contraflow.model.builtin import model_folder
 from contraflow.model.folder import read_config
@@ -32,9 +31,7 @@ from contraflow.rollout.worker import RolloutWorker, make_rollout_rank, make_rol
 from contraflow.runtime import open_runtime
 from contraflow.runtime.base import Gang, Ref, Runtime
 from contraflow.telemetry import Clock
-from contraflow.train.checkpoint import cut_of
 from contraflow.train.learner import Place
-from contraflow.train.uploads import space_url
 from contraflow.train.worker import Trainer, make_trainer
 from contraflow.types import Manifest
 from contraflow.weights.memory import shared_folder, sweep
@@ -160,8 +157,9 @@ async def open_system(recipe: Recipe, folder: Path, *, resume: bool, clock: Cloc
         try:
             if not resume:  # before anything is started: a run killed while it starts can be resumed
                 _write(folder / "recipe.toml", recipe_toml(recipe))
-            found = await asyncio.to_thread(_newest, recipe.train, folder, clock) if resume else None
-            system = await _start(recipe, folder, runtime, found)
+            writer = secrets.token_hex(8)
+            beginning = await asyncio.to_thread(begin, recipe.train, folder, resume=resume, writer=writer, clock=clock)
+            system = await _start(recipe, folder, runtime, beginning, resume=resume)
             _write(folder / "recipe.toml", recipe_toml(recipe))
             yield system
         except BaseException as failure:
@@ -269,17 +267,16 @@ def check_proof(recipe: Recipe) -> None:
         )
 
 
-async def _start(recipe: Recipe, folder: Path, runtime: Runtime, found: Newest | None) -> System:
-    """`found`: what there is to resume from; None starts a new run."""
-    cut = None if found is None or found.manifest is None else cut_of(found.manifest)
-    first_step, writer = 0 if cut is None else cut.step, secrets.token_hex(8)
+async def _start(recipe: Recipe, folder: Path, runtime: Runtime, at: Beginning, *, resume: bool) -> System:
     buffer = await runtime.start(
         "buffer",
         make_buffer,
         buffer=recipe.buffer,
         folder=str(folder),
-        resume_step=None if found is None else first_step,
+        resume_step=at.step if resume else None,
         threaded=recipe.runtime.kind != "inline",
+        least_line=at.line,
+        run_id=at.run_id,
     )
     line = await buffer.call(START_S, Buffer.line)
     trainer = await runtime.start_gang(
@@ -296,8 +293,8 @@ async def _start(recipe: Recipe, folder: Path, runtime: Runtime, found: Newest |
             line=line,
             temperature=recipe.rollout.temperature,
             keep_episodes=recipe.run.keep_episodes,
-            resume=None if cut is None else cut.name,
-            writer=writer,
+            resume=None if at.cut is None else at.cut.name,
+            writer=at.writer,
             longest=recipe.engine.context_tokens,
             threaded=recipe.runtime.kind != "inline",
             proof=recipe.engine.compute,
@@ -305,11 +302,9 @@ async def _start(recipe: Recipe, folder: Path, runtime: Runtime, found: Newest |
         buffer=buffer.address,
         engine=recipe.engine,
     )
-    manifest = (await trainer.call(START_S, Trainer.publish, first_step))[0]
+    manifest = (await trainer.call(START_S, Trainer.publish, at.step))[0]
     assert manifest is not None, "rank 0 answers for all"
-    system = System(recipe, folder, runtime, line, first_step, buffer, trainer, manifest, writer)
-    if found is not None:
-        system.note = _resumed(found, first_step)
+    system = System(recipe, folder, runtime, line, at.step, buffer, trainer, manifest, at.writer, note=at.note)
     for rank in range(recipe.rollout.workers):
         await system.start_rollout(f"rollout-{rank}")
     system.note = "; ".join(filter(None, [system.note, *await _forms(system)]))
@@ -324,15 +319,6 @@ async def _forms(system: System) -> list[str]:
     told += [f"engine: {line}" for rollout in rollouts[:1] for line in rollout.engine.forms]
     brief = [line.partition(" (")[0] for line in told]
     return brief if brief == told else [*brief, "the times are in the report"]
-
-
-def _newest(train: Train, folder: Path, clock: Clock) -> Newest:
-    return open_cuts(space_url(train, folder), clock=clock, pause=threading.Event().wait).newest()
-
-
-def _resumed(found: Newest, first_step: int) -> str:
-    at = "the beginning: there is no whole cut" if found.manifest is None else f"cut {found.manifest.id.name}"
-    return "; ".join([f"resumed at step {first_step}, from {at}", *(f"passed over: {why}" for why in found.refused)])
 
 
 @contextmanager

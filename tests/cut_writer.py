@@ -2,10 +2,11 @@
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from contraflow.cuts import CutId, CutSpace, open_cuts
-from contraflow.errors import CutTorn
+from contraflow.errors import CutTaken, CutTorn
 
 
 def never(_seconds: float) -> bool:
@@ -41,3 +42,17 @@ def names_whole(space: CutSpace) -> list[str]:
         except CutTorn:
             continue
     return whole
+
+
+def claimer(url: str, racer: str) -> Callable[[str], bool]:
+    """A racer for lines, which are named by their numbers."""
+    space = space_in(url, 5.0)
+
+    def claim(line: str) -> bool:
+        try:
+            space.lines.claim(int(line), racer)
+        except CutTaken:
+            return False
+        return True
+
+    return claim

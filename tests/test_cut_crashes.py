@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 
 from contraflow.blobs import Blobs, open_blobs
-from contraflow.cuts import CutId, CutSpace, Patience
+from contraflow.cuts import CutId, CutSpace
+from contraflow.patience import Patience
 from tests.cut_writer import attempt, keys, names_whole, never, space_in
 
 PROCESSES = mp.get_context("forkserver")
 PRELOAD = ["contraflow.cuts", "tests.cut_writer"]
-# Two parts and their syncing, the manifest and its; then, after a look, the older cut's manifest emptied and synced and
-# its parts deleted; then, after two looks, a fence for what was abandoned, and its parts deleted.
-CALLS = 13
+# Two parts, a look at the lines, the syncing of the parts, the manifest and its; then, after a look, the older cut's
+# manifest emptied and synced and its parts deleted; then, after two looks, a fence for what was abandoned, and its
+# parts deleted.
+CALLS = 14
 WHEN = ("before", "half way", "after")
 
 

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from contraflow.blobs import Blobs, open_blobs
-from contraflow.cuts import CutId, CutSpace, Patience, cut_name, place
+from contraflow.cuts import CutId, CutSpace, cut_name, place
 from contraflow.errors import BlobError, BlobExists, BlobMissing, CheckpointError, CutTaken, CutTorn
+from contraflow.patience import Patience
 from tests import racing
 from tests.cut_writer import attempt, names_whole, space_in
 from tests.racing import Try

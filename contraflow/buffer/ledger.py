@@ -174,13 +174,14 @@ def transaction(db: sqlite3.Connection, path: Path, begin: str = "BEGIN IMMEDIAT
             db.rollback()
 
 
-def check_schema(db: sqlite3.Connection, path: Path, *, create: bool) -> None:
-    """Refuse a file of another layout; make the tables in an empty one if asked to."""
+def check_schema(db: sqlite3.Connection, path: Path, *, create: bool, run_id: int = 0) -> None:
+    """Refuse a file of another layout; make the tables in an empty one if asked to, as those of run `run_id`."""
     (found,) = db.execute("PRAGMA user_version").fetchone()
     if found == 0 and create:
         for table in TABLES:
             db.execute(table)
-        db.execute(f"PRAGMA user_version = {SCHEMA}")
+        db.execute(f"PRAGMA user_version = {SCHEMA:d}")
+        db.execute(f"PRAGMA application_id = {run_id:d}")
     elif found != SCHEMA:
         raise LedgerError(f"ledger {path} has layout {found}; this version of contraflow reads layout {SCHEMA}")
 

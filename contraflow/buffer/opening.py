@@ -32,13 +32,16 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     segments: frozenset[str] = frozenset()
 
 
-def open_ledger(folder: Path, *, resume_step: int | None, keep: Keep) -> tuple[Ledger, Opening]:
-    """Open `folder`'s ledger on a new line.
+def open_ledger(
+    folder: Path, *, resume_step: int | None, keep: Keep, least_line: int = 0, run_id: int = 0
+) -> tuple[Ledger, Opening]:
+    """Open `folder`'s ledger on a new line: the next one, or `least_line` if others were begun elsewhere meanwhile.
 
     `resume_step` None begins a run and refuses a folder that holds one. Otherwise the line goes on from the checkpoint
     of that step: groups taken by steps below it on the surviving history are trained, groups dropped for good stay
     dropped; with their payloads, groups of later takes are trained again by the same steps, and ready ones stay ready.
-    Every other group ever posed is to be posed again; what was is superseded, not deleted.
+    Every other group ever posed is to be posed again; what was is superseded, not deleted. A ledger that is made here
+    keeps `run_id`, of 31 bits, for good.
 
     Raises RunFolderError (a run is there, or none to resume, or the step is unknown), LedgerError.
     """
@@ -52,24 +55,24 @@ def open_ledger(folder: Path, *, resume_step: int | None, keep: Keep) -> tuple[L
     db = connect(path, f"{path.absolute().as_uri()}?mode=rwc")
     try:
         with transaction(db, path):
-            check_schema(db, path, create=True)
-            opening = _open_line(db, path, resume_step, keep)
+            check_schema(db, path, create=True, run_id=run_id)
+            opening = _open_line(db, path, resume_step, keep, least_line)
     except BaseException:
         db.close()
         raise
     return Ledger(db, path, opening.line), opening
 
 
-def _open_line(db: sqlite3.Connection, path: Path, resume_step: int | None, keep: Keep) -> Opening:
+def _open_line(db: sqlite3.Connection, path: Path, resume_step: int | None, keep: Keep, least: int) -> Opening:
     (newest,) = db.execute("SELECT max(line) FROM lines").fetchone()
     if newest is None:
         if resume_step:
             raise RunFolderError(f"{path} holds no run, so step {resume_step} cannot be resumed; start a new run")
-        db.execute("INSERT INTO lines VALUES (0, NULL, 0, 0)")
-        return Opening(line=0, step=0)
+        db.execute("INSERT INTO lines VALUES (?, NULL, 0, 0)", (least,))
+        return Opening(line=least, step=0)
     if resume_step is None:
         raise RunFolderError(f"{path} already holds a run (line {newest}); resume it, or choose another folder")
-    line, parent = newest + 1, _parent(db, path, resume_step)
+    line, parent = max(newest + 1, least), _parent(db, path, resume_step)
     shared = shared_with(db, parent, newest)
     straight = resume_step <= shared  # the cut is of the newest history, not of one that was left earlier
     db.execute("INSERT INTO lines VALUES (?, ?, ?, ?)", (line, parent, resume_step, ALL if straight else shared))

@@ -5,16 +5,15 @@ by `as_sampled` with the versions that sampled them. Only reads.
 """
 
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import msgspec
 
-from contraflow.buffer.ledger import FILE, check_schema, connect, on_path, surviving, transaction
+from contraflow.buffer.ledger import on_path, reading, surviving
 from contraflow.buffer.salvage import shared_with
 from contraflow.buffer.segments import Place, read_group
 from contraflow.buffer.service import on_line
-from contraflow.errors import LedgerError, RunFolderError
+from contraflow.errors import LedgerError
 from contraflow.runtime.base import Host
 from contraflow.types import Chosen, Group, Span, Take, Version
 
@@ -28,11 +27,7 @@ class Recorded:
         self._takes: list[Take] = []
         self._places: dict[tuple[int, int], tuple[Place, int]] = {}  # and the line it was sampled on
         self._shared: dict[int, int] = {}  # newest version of each line that the surviving history has too
-        path = folder / FILE
-        if not path.exists():
-            raise RunFolderError(f"{path} does not exist: no run has begun in this folder")
-        with closing(connect(path, f"{path.absolute().as_uri()}?mode=ro")) as db, transaction(db, path, "BEGIN"):
-            check_schema(db, path, create=False)
+        with reading(folder) as db:
             (self.line,) = db.execute("SELECT max(line) FROM lines").fetchone()
             self._shared = {each: shared_with(db, each, self.line) for each in range(self.line + 1)}
             if self._shared[line] < first_step:

@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from contraflow.buffer.ledger import FILE, connect, transaction
+from contraflow.buffer.ledger import FILE, connect, reading
 from contraflow.buffer.segments import FOLDER as SEGMENTS
 from contraflow.cuts import EARLIER, CutId, CutManifest, CutSpace, Part
 from contraflow.errors import BlobError, CheckpointError, LedgerError, RunFolderError
@@ -72,9 +72,14 @@ def ledger_copy(path: Path) -> bytes:
 
 
 def position(folder: Path) -> dict[str, int]:
-    """Where the record stands: its line, its last event, and the index of the next task never posed."""
-    path = folder / FILE
-    with closing(connect(path, f"{path.absolute().as_uri()}?mode=ro")) as db, transaction(db, path, "BEGIN"):
+    """Where the record stands: whose it is, its line, its last event, and the index of the next task never posed."""
+    with reading(folder) as db:
+        (run,) = db.execute("PRAGMA application_id").fetchone()
         (line,) = db.execute("SELECT max(line) FROM lines").fetchone()
         (event, group) = db.execute("SELECT max(id), max(group_id) FROM events").fetchone()
-    return {"line": line, "event": event or 0, "next_task": 0 if group is None else group + 1}
+    return {
+        "run": run,
+        "line": -1 if line is None else line,
+        "event": event or 0,
+        "next_task": 0 if group is None else group + 1,
+    }

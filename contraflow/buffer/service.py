@@ -47,10 +47,20 @@ class Buffer:
     """
 
     def __init__(
-        self, section: config.Buffer, folder: Path, resume_step: int | None, clock: Clock, *, threaded: bool
+        self,
+        section: config.Buffer,
+        folder: Path,
+        resume_step: int | None,
+        clock: Clock,
+        *,
+        threaded: bool,
+        least_line: int = 0,
+        run_id: int = 0,
     ) -> None:
         keep = Keep(window=Window.of(section), dead_line=section.dead_line, damage=lambda place: damage(folder, place))
-        self._ledger, opening = open_ledger(folder, resume_step=resume_step, keep=keep)
+        self._ledger, opening = open_ledger(
+            folder, resume_step=resume_step, keep=keep, least_line=least_line, run_id=run_id
+        )
         sweep(folder, opening.segments)
         kept = [*opening.ready, *opening.left, *(each for take in opening.due for each in take)]
         self._retention = Retention(opening.segments, kept)
@@ -258,13 +268,21 @@ def on_line(group: Group, line: int, shared: int) -> Group:
 
 
 def make_buffer(
-    host: Host, *, buffer: config.Buffer, folder: str, resume_step: int | None, threaded: bool = False
+    host: Host,
+    *,
+    buffer: config.Buffer,
+    folder: str,
+    resume_step: int | None,
+    threaded: bool = False,
+    least_line: int = 0,
+    run_id: int = 0,
 ) -> Buffer:
     """The buffer of a run whose ledger lives in `folder`; see `open_ledger` for what a resume does.
 
     Raises RunFolderError, LedgerError.
     """
-    return Buffer(buffer, Path(folder), resume_step, host.clock, threaded=threaded)
+    line = {"least_line": least_line, "run_id": run_id}
+    return Buffer(buffer, Path(folder), resume_step, host.clock, threaded=threaded, **line)
 
 
 def _answer(waiting: list[asyncio.Future[None]], fault: BaseException | None) -> None:

@@ -23,13 +23,13 @@ def rows(folder: Path) -> list[tuple[object, ...]]:
 
 def test_the_record_and_its_payload_files_come_back_as_of_the_last_commit(tmp_path: Path) -> None:
     run, space = tmp_path / "run", space_in(tmp_path / "cuts")
-    ledger, _ = open_ledger(run, resume_step=None)
+    ledger, _ = open_ledger(run, resume_step=None, run_id=7)
     for group in range(3):
         ledger.append(Event(Kind.POSED, group, 0))
     ledger.commit()
     (run / "segments").mkdir(exist_ok=True)
     (run / "segments" / "one").write_bytes(b"payloads")
-    assert position(run) == {"line": 0, "event": 3, "next_task": 3}
+    assert position(run) == {"run": 7, "line": 0, "event": 3, "next_task": 3}
     wanted = rows(run)
     manifest = space.commit(HERE, ride(run, space, HERE), {})
     ledger.append(Event(Kind.POSED, 3, 0))
