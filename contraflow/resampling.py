@@ -54,7 +54,7 @@ class Resampling:
         tally, left = self._tally, sum(map(len, self._due.values()))
         rows = [
             ("same version, seed and context", tally.again),
-            ("on a KV cache that older versions left (engine.on_refresh = 'keep'): not held to it", tally.kept),
+            ("behind a refresh, on a KV cache or script of the version before: not held to it", tally.kept),
             (f"of a version that is not at hand: before step {self._cut_step}, or of a line left behind", tally.gone),
         ]
         lines = [f"{'pieces':>7} {'alike':>7} {'tokens':>9} {'alike':>9}  {'log-probabilities':17}  sampled"]

@@ -152,9 +152,9 @@ def test_the_scripted_engine_says_the_same_again(runs: dict[str, Path]) -> None:
     assert equal == 2
     assert same[0] == same[1] != "0"
     assert same[2] == same[3] != "0"
-    assert kept[0] == "0"
+    assert kept[:4:2] == kept[1::2]  # nothing moved, so answers end as those who began them would
     assert int(gone[0]) > 0  # what versions 0 and 1 sampled for step 2
-    assert int(same[0]) + int(gone[0]) == 3 * 4 * 4  # one turn each
+    assert int(same[0]) + int(kept[0]) + int(gone[0]) >= 3 * 4 * 4  # one turn each, one version or several
 
 
 @pytest.mark.parametrize("on_refresh", ["recompute", "keep"])

@@ -37,12 +37,13 @@ Fate: TypeAlias = Literal["again", "kept", "gone"]
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens `[start, end)` of the episode at `place` of its group, sampled by one version in model turn `turn`.
 
-    `fate` "again": its version and its context give it again; "kept": it leant on a KV cache of older versions, which
-    no record holds; "gone": no replay from this cut has its version.
+    `fate` "again": its version and its context give it again; "kept": it leant on what no record holds, a KV cache of
+    older versions or, of a script, who was asked for it; "gone": no replay from this cut has its version.
     """
 
     place: int
     turn: int
+    begun: int  # where the turn begins
     start: int
     end: int
     version: Version
@@ -111,12 +112,19 @@ def pieces(group: Group, how: How, *, whole_turns: bool) -> Iterator[Piece]:
         said = [turn for turn in episode.turns if turn.role == "model"]
         for number, turn in enumerate(said):
             within = [span for span in episode.spans if span.start < turn.end and span.end > turn.start]
-            for span in within[:1] if whole_turns else within:
-                start, end = (turn.start, turn.end) if whole_turns else (span.start, span.end)
-                at_hand = span.version.line == group.ticket.line and span.version.n >= how.first
-                leaning = how.keeps_cache and not whole_turns and start > turn.start
-                fate: Fate = "gone" if not at_hand else "kept" if leaning else "again"
-                yield Piece(place=place, turn=number, start=start, end=end, version=span.version, fate=fate)
+            for span in within:
+                version = within[0].version if whole_turns else span.version
+                at_hand = version.line == group.ticket.line and version.n >= how.first
+                leaning = (how.keeps_cache or whole_turns) and span.start > turn.start
+                yield Piece(
+                    place=place,
+                    turn=number,
+                    begun=turn.start,
+                    start=span.start,
+                    end=span.end,
+                    version=version,
+                    fate="gone" if not at_hand else "kept" if leaning else "again",
+                )
 
 
 def compare(episode: Episode, piece: Piece, made: Completion) -> tuple[Count, str]:
@@ -219,6 +227,7 @@ class Resampler:
             temperature=self._how.temperature,
             stop_tokens=(self._tokenizer.eos,),
             group=name,
+            done=piece.start - piece.begun,
         )
 
 

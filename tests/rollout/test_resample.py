@@ -63,8 +63,10 @@ def test_pieces_cover_each_sampled_token_once_and_say_what_can_come_again(
             begins = piece.start == turn.start
             assert turn.start <= piece.start < piece.end <= turn.end
             assert (piece.fate != "gone") == at_hand
-            assert (piece.fate == "kept") == (at_hand and keeps and not begins)
-            assert begins or not whole
+            assert (piece.fate == "kept") == (at_hand and (keeps or whole) and not begins)
+            assert piece.begun == turn.start
+            sampler = next(span.version for span in episode.spans if span.end > (turn.start if whole else piece.start))
+            assert piece.version == sampler
 
 
 WAS = Episode(
