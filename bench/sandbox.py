@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 from bench.record import write
 from contraflow import config
-from contraflow.errors import ConfigError
+from contraflow.errors import RewardError
 from contraflow.rewards.base import Said, Transcript
 from contraflow.rewards.registry import make_mix
 from contraflow.types import StopReason, Task
@@ -40,7 +40,7 @@ def main() -> None:
                 continue
             try:
                 rows.append({"what": name, "isolation": isolation, **judged(part, task, section, seconds)})
-            except ConfigError as refusal:
+            except RewardError as refusal:  # the isolation, or a package, is not to be had
                 rows.append({"what": name, "isolation": isolation, "refused": str(refusal)})
             print(rows[-1])
     command = [sys.executable, "-I", "-S", "-c", SOURCE + "\nassert f([2, 3, 1]) == [3, 2, 1]"]

@@ -14,7 +14,7 @@ from contraflow.errors import RewardError
 from contraflow.rewards.base import Transcript
 from contraflow.rewards.sandbox.pool import Program, Ran, Sandbox
 from contraflow.rewards.sandbox.values import NUMBER, number_of, tokens_of
-from contraflow.types import Task
+from contraflow.types import StopReason, Task
 
 _BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL | re.IGNORECASE)
 _FORMS = (
@@ -45,7 +45,8 @@ class _Stated(msgspec.Struct, forbid_unknown_fields=True):
 class CodePart:
     """1 when the program passes every case, else 0; or, with `share`, the share of cases it passes.
 
-    A program that raises, hangs, uses too much or is not Python fails the case. Never raises because of a program.
+    An answer that was cut off earns 0. A program that raises, hangs, uses too much or is not Python fails the case.
+    Never raises because of a program.
     """
 
     def __init__(self, sandbox: Sandbox, *, share: bool) -> None:
@@ -54,6 +55,8 @@ class CodePart:
     def __call__(self, task: Task, transcript: Transcript) -> float:
         """Raises: RewardError when the task's cases can't be read, or the sandbox can't be had or broke."""
         cases, source = read_cases(task), program_of(transcript.answer)
+        if transcript.stop is not StopReason.STOP:
+            return 0.0
         passed = 0
         for passes in self._verdicts(source, cases):
             if not passes and not self._share:

@@ -14,7 +14,7 @@ from contraflow.rewards.base import Transcript
 from contraflow.rewards.code import Case, passes
 from contraflow.rewards.sandbox.pool import Program, Sandbox
 from contraflow.rewards.sandbox.values import tokens_of
-from contraflow.types import Task
+from contraflow.types import StopReason, Task
 
 _PACKAGES = ("math_verify", "latex2sympy2_extended", "antlr4", "sympy", "mpmath")
 _WARM = """
@@ -42,13 +42,15 @@ _NONE, _TRUE = (tuple(tokens_of(value)) for value in (None, True))
 
 
 class MathPart:
-    """1 when the answer equals the reference, 0 when it does not, cannot be read, or takes more than its limits."""
+    """1 when the answer equals the reference; 0 when it does not, was cut off, can't be read or breaks its limits."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
 
     def __call__(self, task: Task, transcript: Transcript) -> float:
         """Raises: RewardError when the reference can't be read as mathematics, or the sandbox can't be had or broke."""
+        if transcript.stop is not StopReason.STOP:
+            return 0.0
         stdin = json.dumps([task.reference, transcript.answer])
         ran = self._sandbox.run(Program(_PROGRAM, stdin, call="verdict()"))
         if passes(Case(call="verdict()", tokens=_NONE), ran):

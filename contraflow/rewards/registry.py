@@ -81,6 +81,11 @@ def make_mix(
     )
 
 
+def open_mix(section: config.Reward) -> Mix:
+    """The mix of a recipe's `[reward]`. Raises: ConfigError as `make_mix`."""
+    return make_mix(section.parts, judge=section.judge, correct_part=section.correct, sandbox=section.sandbox)
+
+
 def _slow(sandboxes: list[Sandbox], judge_s: float) -> Slow | None:
     if not sandboxes:
         return None

@@ -19,7 +19,7 @@ from contraflow.model.builtin import model_folder
 from contraflow.model.folder import load_folder
 from contraflow.model.tokenizer import Tokenizer
 from contraflow.parallel.devices import DTYPES, check_device, device_of, enter_device, visible_gpus
-from contraflow.rewards.registry import make_mix
+from contraflow.rewards.registry import open_mix
 from contraflow.rollout.episode import Limits, Stage
 from contraflow.rollout.examine import Answers, Exam, Measured, examine, measure
 from contraflow.rollout.guard import make_guard
@@ -107,10 +107,10 @@ async def _answers(recipe: Recipe, exam: Exam, subject: Subject) -> Answers:
     enter_device(device)
     decoder = load_folder(subject.folder, dtype=DTYPES[section.compute], device=device)
     engine = NativeEngine(decoder, section, clock=subject.clock, version=Version(0, 0))
-    world, reward = make_env(recipe.env.name, recipe.env.options), recipe.reward
+    world = make_env(recipe.env.name, recipe.env.options)
     guard = make_guard(
         world,
-        make_mix(reward.parts, judge=reward.judge, correct_part=reward.correct, sandbox=reward.sandbox),
+        open_mix(recipe.reward),
         deadline_s=recipe.env.step_deadline_s,
         context_tokens=section.context_tokens,
     )

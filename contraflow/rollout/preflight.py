@@ -14,7 +14,7 @@ from contraflow.errors import ConfigError, ModelError, RewardError, TaskError
 from contraflow.model.tokenizer import Tokenizer
 from contraflow.rewards.base import Said, Transcript
 from contraflow.rewards.mix import Mix
-from contraflow.rewards.registry import make_mix
+from contraflow.rewards.registry import open_mix
 from contraflow.rollout.episode import Limits
 from contraflow.rollout.guard import Guard, make_guard
 from contraflow.types import StopReason, Task
@@ -25,8 +25,7 @@ async def check_tasks(recipe: Recipe, folder: Path, *, tasks: int = 8) -> None:
 
     Raises: ConfigError (unknown or broken environment or reward, a task that cannot be played), ModelError (tokenizer).
     """
-    env, reward = make_env(recipe.env.name, recipe.env.options), recipe.reward
-    mix = make_mix(reward.parts, judge=reward.judge, correct_part=reward.correct, sandbox=reward.sandbox)
+    env, mix = make_env(recipe.env.name, recipe.env.options), open_mix(recipe.reward)
     tokenizer, limits = Tokenizer.load(folder), Limits.of(recipe.rollout, recipe.engine)
     for task in await check_reference(env, mix, tasks, deadline_s=recipe.env.step_deadline_s):
         _check_room(task, tokenizer, limits)

@@ -19,7 +19,7 @@ from contraflow.envs.draws import derive_seed
 from contraflow.envs.registry import make_env
 from contraflow.errors import EngineError, PayloadError, RewardError, TaskError
 from contraflow.model.tokenizer import Tokenizer
-from contraflow.rewards.registry import make_mix
+from contraflow.rewards.registry import open_mix
 from contraflow.rollout.episode import Limits, Stage, broken_episode
 from contraflow.rollout.examine import Exam, examine, judge
 from contraflow.rollout.group import play_group
@@ -313,7 +313,7 @@ def make_rollout_worker(  # noqa: PLR0913 - the sections of a recipe that are th
     world = make_env(env.name, env.options)
     guard = make_guard(
         world,
-        make_mix(reward.parts, judge=reward.judge, correct_part=reward.correct, sandbox=reward.sandbox),
+        open_mix(reward),
         deadline_s=env.step_deadline_s,
         context_tokens=engine.context_tokens,
     )

@@ -149,6 +149,11 @@ def test_a_program_is_scored_by_the_cases_it_passes(mix, program, share):
     assert reward == pytest.approx(whole + share / 2)
 
 
+def test_an_answer_that_was_cut_off_earns_nothing(mix):
+    cut = Transcript((Said("model", "def f(x): return x\nprint(1)"),), StopReason.LENGTH)
+    assert mix.score(task_of({"stdout": "1"}), cut)[0] == 0
+
+
 def test_cases_that_are_not_reached_in_time_are_failed():
     made = make_mix({"code_share": 1.0}, sandbox=config.Sandbox(processes=1, total_s=1.0, cpu_s=30))
     try:

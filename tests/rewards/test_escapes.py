@@ -135,7 +135,6 @@ NO_SCRATCH = ("confine.py", "nr_inodes={_SCRATCH_FILES},", "")
         pytest.param("reads /etc/passwd", [NO_ROOM, NO_PLACE, NO_USER], marks=pytest.mark.slow),
         pytest.param("lists home folders", [NO_ROOM, NO_PLACE, NO_USER], marks=pytest.mark.slow),
         ("connects to a server", [NO_ROOM, NO_PLACE, NO_USER, NO_FILTER]),
-        pytest.param("takes memory at once", [NO_LIMITS], marks=pytest.mark.slow),
         pytest.param("maps memory", [NO_LIMITS], marks=pytest.mark.slow),
         ("makes a huge file of nothing", [NO_LIMITS]),
         ("uses inherited descriptors", [NO_CLOSING]),

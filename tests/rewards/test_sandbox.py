@@ -74,7 +74,15 @@ def test_nothing_is_left_of_a_program_for_the_next(sandbox):
 
 
 def test_the_same_program_ends_the_same(sandbox):
-    assert len({printed(sandbox, "print(list({'a', 'b', 'c', 'd'}), hash('x'))") for _ in range(3)}) == 1
+    assert (
+        len(
+            {
+                printed(sandbox, "import random; print(list({'a', 'b', 'c', 'd'}), hash('x'), random.random())")
+                for _ in range(3)
+            }
+        )
+        == 1
+    )
 
 
 def test_processor_time_is_what_counts(sandbox):
@@ -164,6 +172,24 @@ def test_a_program_ends_with_its_cell():
         os.close(handle)
     thread.join()
     own.close()
+
+
+OWNER = """
+from contraflow import config
+from contraflow.rewards.sandbox.pool import Program, Sandbox
+sandbox = Sandbox(config.Sandbox(processes=1))
+sandbox.run(Program(""))
+print(sandbox._idle[0]._process.pid, flush=True)
+sandbox.run(Program("while True: pass"))
+"""
+
+
+def test_a_cell_and_its_program_end_with_the_process_that_owns_them():
+    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
+        cell = os.pidfd_open(int(owner.stdout.readline()))
+        owner.kill()
+    assert select.select([cell], [], [], 10.0)[0], "the cell outlived its owner"
+    os.close(cell)
 
 
 REFUSE_UNSHARE = """

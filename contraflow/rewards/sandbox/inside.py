@@ -6,6 +6,7 @@ Takes file descriptors; never returns. Nothing in here knows what the right answ
 import atexit
 import json
 import os
+import random
 import sys
 import threading
 import traceback
@@ -22,6 +23,7 @@ def run_program() -> NoReturn:
     with open(PROGRAM, encoding="utf-8", errors="surrogatepass") as file:
         program = json.load(file)
     _open_streams()
+    random.seed(0)
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     code = _guarded(_execute, program["source"], program["call"], main.__dict__)
