@@ -33,8 +33,8 @@ def main() -> None:
     channel = socket.socket(fileno=os.dup(0))
     settings = json.loads(sys.argv[1])
     limits = Limits(**{name: settings[name] for name in Limits._fields})
-    Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")  # where memory runs out, this goes first
     try:
+        Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")  # where memory runs out, this goes first
         base_bytes = _warm_up(settings["packages"], settings["warm"])
         if limits.isolation == "namespaces":
             room.enter(limits.folders)
