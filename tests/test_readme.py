@@ -100,6 +100,11 @@ def test_every_recipe_can_be_started(path: Path) -> None:
         asyncio.run(_checked(load_recipe(path)))
 
 
+def test_recipes_of_benchmarks_are_read() -> None:
+    assert load_recipe(ROOT / "bench/smollm2/rl.toml").weights.carrier == "ipc"
+    assert load_sft_recipe(ROOT / "bench/smollm2/sft.toml").chat.file
+
+
 def test_help_does_not_import_torch() -> None:
     script = (
         "import sys, contraflow.cli as c, typer.testing as t; r = t.CliRunner().invoke(c.app, ['--help']); "
