@@ -43,7 +43,7 @@ from contraflow.rollout.guard import make_guard
 from contraflow.rollout.native import NativeEngine
 from contraflow.telemetry import Account
 from contraflow.train.batcher import Credit, pack, samples
-from contraflow.train.forward import feed, score
+from contraflow.train.forward import Reading, feed, score
 from contraflow.train.optimizer import Optimizer
 from contraflow.train.routing import replayed
 from contraflow.train.step import TrainStep
@@ -142,8 +142,8 @@ def compare(trainer: Decoder, kind: str, tasks: int) -> dict[str, Any]:
     for batch in pack(made, tokens_per_batch=8192, reduction="token"):
         fed, tape = feed(batch, trainer.head.device), RouterTape()
         with torch.no_grad():
-            own = score(trainer, fed._replace(given=None), temperature=1.0, tape=tape)
-            replay = score(trainer, fed, temperature=1.0, tape=RouterTape(fed.given))
+            own = score(trainer, fed._replace(given=None), Reading(), tape=tape)
+            replay = score(trainer, fed, Reading(), tape=RouterTape(fed.given))
         assert batch.routes is not None
         routes_FMK = tape.routes().cpu().numpy()
         other.append((np.sort(routes_FMK, 2) != np.sort(batch.routes, 2)).any(2))

@@ -103,6 +103,7 @@ async def _start_trainer(
             keep_episodes=0,
             resume=cut.name,
             longest=recipe.engine.context_tokens,
+            critic=recipe.critic,
             threaded=recipe.runtime.kind != "inline",
             proof=recipe.engine.compute,
         ),

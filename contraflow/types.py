@@ -171,6 +171,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     proximal: Float32 | None = None  # [L], log-probabilities of the policy at the step's start
     reference: Float32 | None = None  # [L], of the frozen reference
     values: Float32 | None = None  # [L], of the state before each trained token, by the critic at the step's start
+    valued: int | None = None  # n of the version whose critic that was
+    bootstrap: float = 0.0  # its value of the state after the last token, where the episode is truncated
     returns: Float32 | None = None  # [L], what those values should have been
 
 

@@ -78,6 +78,12 @@ def test_overrides_reach_into_sections(tmp_path: Path) -> None:
         ),
         ({"train": {"betas": [0.9]}}, "train.betas"),
         ({"rollout": {"episodes": 0}}, "rollout.episodes = 0"),
+        ({"critic": {"trunk": "shared"}}, "[critic] with loss.advantages = 'grpo': there is no critic"),
+        (
+            {"loss": {"advantages": "gae"}, "critic": {"trunk": "shared", "folder": "x"}},
+            "folder = 'x' with trunk = 'shared'",
+        ),
+        ({"loss": {"advantages": "gae"}}, "buffer.no_signal = 'drop' with loss.advantages = 'gae'"),
         ({"rollout": {"episodes": 1}}, "rollout.episodes = 1: one episode has none of its task"),
         ({"rollout": {"episodes": 1}, "buffer": {"no_signal": "keep"}}, "every advantage would be 0"),
         (

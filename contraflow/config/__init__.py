@@ -5,6 +5,7 @@ and the nearest name. Does not import torch, start anything, or derive one secti
 """
 
 from contraflow.config.base import Compute, Section
+from contraflow.config.critic import Critic
 from contraflow.config.engine import Engine, Parallel
 from contraflow.config.judge import Judge
 from contraflow.config.launch import Launch
@@ -19,6 +20,7 @@ __all__ = [
     "Buffer",
     "Chat",
     "Compute",
+    "Critic",
     "Engine",
     "Env",
     "Judge",

@@ -14,7 +14,7 @@ Whole = Annotated[int, Field(ge=0)]
 class Loss(Section):
     """The policy objective."""
 
-    advantages: Literal["grpo", "dr_grpo", "rloo", "reinforce", "reinforce++", "reinforce++_baseline"] = (
+    advantages: Literal["grpo", "dr_grpo", "rloo", "reinforce", "reinforce++", "reinforce++_baseline", "gae"] = (
         "grpo"  # see docs/algorithms.md
     )
     surrogate: Literal["ppo", "ppo_dual_clip", "gspo", "cispo", "reinforce"] = "ppo"  # see docs/algorithms.md

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from contraflow.config.base import Compute, Count, Decay, Device, Seconds, Section, Share
+from contraflow.config.critic import Critic
 from contraflow.config.engine import Engine, Parallel
 from contraflow.config.judge import Judge
 from contraflow.config.loss import Loss
@@ -168,6 +169,7 @@ class Recipe(Section):
     engine: Engine = Engine()
     buffer: Buffer = Buffer()
     loss: Loss = Loss()
+    critic: Critic = Critic()
     train: Train = Train()
     weights: Weights = Weights()
     runtime: Runtime = Runtime()
@@ -279,6 +281,15 @@ class Recipe(Section):
             raise ValueError(
                 f"buffer.no_signal = 'drop' with loss.advantages = {self.loss.advantages!r}: groups whose episodes all"
                 " earned the same teach it too; use buffer.no_signal = 'keep'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _critics_are_asked(self) -> Self:
+        if self.loss.advantages != "gae" and self.critic != Critic():
+            raise ValueError(
+                f"[critic] with loss.advantages = {self.loss.advantages!r}: there is no critic, so its settings would"
+                " do nothing; use loss.advantages = 'gae', or leave them out"
             )
         return self
 

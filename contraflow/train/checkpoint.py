@@ -14,17 +14,18 @@ import torch
 from torch import Tensor
 
 from contraflow.cuts import EARLIER, NAME, CutId, CutManifest, CutSpace, Part, cut_name
-from contraflow.errors import BlobError, CheckpointError, ModelError
+from contraflow.errors import BlobError, CheckpointError
 from contraflow.model.families import ModelConfig
 from contraflow.model.folder import COMPANIONS, write_folder
 from contraflow.parallel.data import local
 from contraflow.parallel.mesh import Mesh
 from contraflow.parallel.spread import Spread, empty_spread
 from contraflow.parallel.team import Team
+from contraflow.train.critic import Critic
+from contraflow.train.critic_cut import CriticCopy, CriticCut
+from contraflow.train.cut_reading import CONFIG, POLICY, Alike, model_config, read_model
 from contraflow.train.optimizer import Optimizer
-from contraflow.train.shards import MOMENTS, WEIGHT, Copy, Shards
-
-CONFIG = "config.json"
+from contraflow.train.shards import WEIGHT, Copy, Shards
 
 
 class Cut(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +40,7 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     model: str  # digest of the model's configuration
     recipe: str  # digest of what decides the training arithmetic; for the record, not enforced
+    critic: CriticCut | None = None  # what is in it of a critic
 
     @property
     def name(self) -> str:
@@ -49,9 +51,12 @@ class Cut(msgspec.Struct, frozen=True, kw_only=True):
 class Snapshot:
     """A consistent copy of what this rank adds to a cut, on the host; see `Copy` for its size."""
 
-    def __init__(self, cut: Cut, *, spread: Spread, optimizer: Optimizer, companions: Path) -> None:
+    def __init__(
+        self, cut: Cut, *, spread: Spread, optimizer: Optimizer, companions: Path, critic: Critic | None = None
+    ) -> None:
         """`companions` is the model folder whose tokenizer files go along, with rank 0."""
-        self.cut = cut
+        self._critic = None if critic is None else CriticCopy(critic, spread)
+        self.cut = cut if self._critic is None else msgspec.structs.replace(cut, critic=self._critic.about)
         self._copy = Copy(spread, optimizer)
         self._files: dict[str, bytes] = {}
         if spread.first:
@@ -64,7 +69,8 @@ class Snapshot:
         here = CutId(self.cut.name, writer)
         try:
             files = [space.put(here, f"model/{name}", data) for name, data in self._files.items()]
-            return [*files, *self._copy.write(space, here)]
+            of_critic = [] if self._critic is None else self._critic.write(space, here)
+            return [*files, *self._copy.write(space, here), *of_critic]
         except BlobError as fault:
             raise _unwritten(space, here, fault) from fault
 
@@ -75,6 +81,7 @@ class Loaded(NamedTuple):
     cut: Cut
     spread: Spread
     moments: dict[str, Tensor]
+    manifest: CutManifest
 
 
 def commit(space: CutSpace, cut: Cut, writer: str, parts: list[Part], *, keep: int, about: dict[str, Any]) -> str:
@@ -114,18 +121,15 @@ def load(
     Collective. Raises CheckpointError, on all ranks alike, when it is torn, altered or of another model than
     `expected_model`.
     """
-    team = Team(mesh)
-    with _Alike(team) as reading:
+    with Alike(Team(mesh)) as reading:
         manifest = space.manifest(name)
-        cut, config, shards = cut_of(manifest), _config(space, manifest), Shards(space, manifest)
-        _check_model(cut, config, expected_model, space)
+        cut = cut_of(manifest)
     reading.settle()
-    spread = empty_spread(config, mesh, device=device, compute=compute, max_tokens=max_tokens)
-    with _Alike(team) as reading:
-        targets, moments = _targets(spread, shards)
-        shards.fill(targets, spread)
-    reading.settle()
-    return Loaded(cut, spread, moments)
+    where: dict[str, Any] = {"device": device, "compute": compute, "max_tokens": max_tokens}
+    found = read_model(
+        space, manifest, mesh, POLICY, lambda config: _check_model(cut, config, expected_model, space), **where
+    )
+    return Loaded(cut, found.spread, found.moments, manifest)
 
 
 def export(space: CutSpace, name: str, folder: Path) -> None:
@@ -134,7 +138,7 @@ def export(space: CutSpace, name: str, folder: Path) -> None:
     Raises CheckpointError, BlobError, ModelError when the folder cannot be written.
     """
     manifest = space.manifest(name)
-    spread, shards = empty_spread(_config(space, manifest), None), Shards(space, manifest)
+    spread, shards = empty_spread(model_config(space, manifest), None), Shards(space, manifest)
     weights = {(name, WEIGHT): local(parameter) for name, parameter in spread.decoder.named_parameters()}
     shards.fill(weights, spread)
     write_folder(spread.config, spread.decoder.named_parameters(), folder)
@@ -159,37 +163,6 @@ def _unwritten(space: CutSpace, here: CutId, fault: BlobError) -> CheckpointErro
     return failure
 
 
-class _Alike:
-    """A stretch in which a rank may fail; `settle`, which all ranks call, raises on all what any of them met."""
-
-    def __init__(self, team: Team) -> None:
-        self._team = team
-        self._fault = ""
-        self._error: Exception | None = None
-
-    def __enter__(self) -> "_Alike":
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, at: object) -> bool:
-        if isinstance(error, CheckpointError | BlobError | ModelError):
-            self._error, self._fault = error, str(error)
-            return True
-        return False
-
-    def settle(self) -> None:
-        said = next(filter(None, self._team.words(self._fault)), "")
-        if said:
-            raise CheckpointError(said) from self._error
-
-
-def _config(space: CutSpace, manifest: CutManifest) -> ModelConfig:
-    data = space.read(manifest, manifest.part(f"model/{CONFIG}"))
-    try:
-        return ModelConfig.from_hf(json.loads(data))
-    except (ModelError, ValueError) as fault:
-        raise CheckpointError(f"cut {manifest.id.name} in {space.url}: model/{CONFIG}: {fault}") from fault
-
-
 def _check_model(cut: Cut, config: ModelConfig, expected: str | None, space: CutSpace) -> None:
     if cut.model != config.digest():
         raise CheckpointError(f"cut {cut.name} in {space.url} says model {cut.model}, but holds {config.digest()}")
@@ -198,19 +171,3 @@ def _check_model(cut: Cut, config: ModelConfig, expected: str | None, space: Cut
             f"cut {cut.name} in {space.url} holds model {cut.model}, the recipe's model is {expected}; "
             "resume with the recipe the run was started with"
         )
-
-
-def _targets(spread: Spread, shards: Shards) -> tuple[dict[tuple[str, str], Tensor], dict[str, Tensor]]:
-    """What is to be filled on this rank, and among it the optimizer's state by its labels."""
-    if strange := sorted((shards.names | shards.steps.keys()) - spread.shapes.keys()):
-        raise CheckpointError(f"the cut's tensor {strange[0]!r} does not fit its model")
-    weights = {name: local(parameter) for name, parameter in spread.decoder.named_parameters()}
-    targets = {(name, WEIGHT): weight for name, weight in weights.items()}
-    moments: dict[str, Tensor] = {}
-    for name, weight in weights.items():
-        if name not in shards.steps:
-            continue
-        moments[f"{name}:step"] = torch.tensor(shards.steps[name])
-        for kind in MOMENTS:
-            targets[name, kind] = moments[f"{name}:{kind}"] = torch.zeros(weight.shape)
-    return targets, moments

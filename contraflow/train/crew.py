@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from contraflow.model.decoder import Decoder
+from contraflow.model.value import ValueHead
 from contraflow.parallel.context import Exchange, held, share
 from contraflow.parallel.experts import links
 from contraflow.parallel.mesh import Mesh
 from contraflow.parallel.team import Team
 from contraflow.telemetry import Account
 from contraflow.train.batcher import pack
-from contraflow.train.forward import Fed, fed_tokens, feed
+from contraflow.train.forward import Fed, Reading, fed_tokens, feed
 from contraflow.train.passes import Passes, PlainPasses
 from contraflow.train.staged import StagedPasses
 from contraflow.types import Batch, Float32, Int32, Routes, Sample
@@ -80,21 +81,26 @@ class Crew:
         return tuple(np.split(scored.logprobs_N.cpu().numpy(), ends[:-1]))
 
 
-def open_crew(decoder: Decoder, mesh: Mesh | None, account: Account, *, temperature: float) -> Crew:
-    """The crew of a decoder that is spread over `mesh`; of one rank for None. Collective."""
-    passes = open_passes(decoder, mesh, account, temperature=temperature)
+def open_crew(
+    decoder: Decoder, mesh: Mesh | None, account: Account, *, temperature: float, value: ValueHead | None = None
+) -> Crew:
+    """The crew of a decoder that is spread over `mesh`; of one rank for None. Collective.
+
+    `value`: a head whose values are read in the same passes.
+    """
+    passes = open_passes(decoder, mesh, account, Reading(temperature, value))
     if mesh is None:
         return Crew(Team(), passes)
-    prober = StagedPasses(decoder, mesh, account, temperature=1.0) if mesh.parallel.pp > 1 else None
+    prober = StagedPasses(decoder, mesh, account, Reading()) if mesh.parallel.pp > 1 else None
     context = links(mesh, mesh.cp).exchange(range(mesh.parallel.cp)) if mesh.parallel.cp > 1 else None
     return Crew(Team(mesh), passes, context, prober)
 
 
-def open_passes(decoder: Decoder, mesh: Mesh | None, account: Account, *, temperature: float) -> Passes:
+def open_passes(decoder: Decoder, mesh: Mesh | None, account: Account, reading: Reading) -> Passes:
     """How micro-batches go through a decoder that is spread over `mesh`. Collective."""
     if mesh is not None and mesh.parallel.pp > 1:
-        return StagedPasses(decoder, mesh, account, temperature=temperature)
-    return PlainPasses(decoder, account, temperature=temperature)
+        return StagedPasses(decoder, mesh, account, reading)
+    return PlainPasses(decoder, account, reading)
 
 
 def _asked(prompt: Int32) -> Sample:

@@ -1,4 +1,4 @@
-"""One packed forward pass: the log-probabilities of a micro-batch's trained tokens, and nothing more than they need.
+"""One packed forward pass: log-probabilities and values of a micro-batch's trained tokens, and nothing more.
 
 Takes a decoder and a `Batch`, gives tensors on the decoder's device. The last token of each sequence is never fed, and
 the vocabulary is looked at for trained tokens only. Does not know losses.
@@ -15,6 +15,7 @@ from contraflow.model.attention import PackedPlan, Plan
 from contraflow.model.decoder import Decoder
 from contraflow.model.logprobs import token_logprobs
 from contraflow.model.router import Given, RouterTape
+from contraflow.model.value import ValueHead
 from contraflow.parallel.context import ContextPlan, Exchange, held
 from contraflow.types import Batch, Int64
 
@@ -30,11 +31,20 @@ class Fed(NamedTuple):
     given: Given | None = None  # experts that the fed tokens shall go to
 
 
+class Reading(NamedTuple):
+    """What is read off the hidden state before each trained token."""
+
+    temperature: float = 1.0  # of the softmax: what it was sampled with
+    value: ValueHead | None = None
+    policy: bool = True  # whether the vocabulary is looked at
+
+
 class Scored(NamedTuple):
-    """fp32, differentiable: of the temperature-scaled full softmax."""
+    """fp32, differentiable: of the temperature-scaled full softmax, and of the value head. Zeros where not read."""
 
     logprobs_N: Tensor
     entropy_N: Tensor
+    values_N: Tensor
 
 
 def feed(batch: Batch, device: torch.device, context: Exchange | None = None) -> Fed:
@@ -78,15 +88,18 @@ def fed_tokens(batch: Batch) -> int:
     return batch.tokens.size - (batch.starts.size - 1)
 
 
-def score(decoder: Decoder, fed: Fed, *, temperature: float, tape: RouterTape | None = None) -> Scored:
-    """Log-probability and entropy of every trained token under the decoder, at the temperature it was sampled with."""
-    return score_hidden(decoder(fed.tokens_F, fed.positions_F, fed.plan, tape=tape), decoder, fed, temperature)
+def score(decoder: Decoder, fed: Fed, reading: Reading, *, tape: RouterTape | None = None) -> Scored:
+    """What `reading` asks of every trained token under the decoder."""
+    return score_hidden(decoder(fed.tokens_F, fed.positions_F, fed.plan, tape=tape), decoder, fed, reading)
 
 
-def score_hidden(hidden_FD: Tensor, decoder: Decoder, fed: Fed, temperature: float) -> Scored:
+def score_hidden(hidden_FD: Tensor, decoder: Decoder, fed: Fed, reading: Reading) -> Scored:
     """The same from hidden states after the final norm; of the decoder only the head is needed."""
     hidden_ND = hidden_FD.index_select(0, fed.rows_N)
-    split, fuse = decoder.split_head, decoder.fused
-    return Scored(
-        *token_logprobs(hidden_ND, decoder.head, fed.targets_N, temperature=temperature, split=split, fuse=fuse)
-    )
+    nothing_N = hidden_ND.new_zeros(len(hidden_ND), dtype=torch.float32)
+    values_N = nothing_N if reading.value is None else reading.value(hidden_ND)
+    if not reading.policy:
+        return Scored(nothing_N, nothing_N, values_N)
+    how = {"split": decoder.split_head, "fuse": decoder.fused}
+    found = token_logprobs(hidden_ND, decoder.head, fed.targets_N, temperature=reading.temperature, **how)
+    return Scored(*found, values_N)

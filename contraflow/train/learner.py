@@ -19,6 +19,7 @@ import torch
 from contraflow import config
 from contraflow.algo.drift import age_report
 from contraflow.cuts import CutSpace
+from contraflow.model.decoder import Decoder
 from contraflow.model.folder import read_config
 from contraflow.model.tokenizer import Tokenizer
 from contraflow.parallel.data import at_rest, local
@@ -30,13 +31,15 @@ from contraflow.telemetry import Account, Journal
 from contraflow.train.batcher import Credit, samples
 from contraflow.train.checkpoint import Cut, Snapshot, load
 from contraflow.train.crew import open_crew
+from contraflow.train.critic import Critic
+from contraflow.train.critic_cut import Opened, load_critic, new_critic
 from contraflow.train.float8 import raised_experts
 from contraflow.train.optimizer import Optimizer
 from contraflow.train.publishing import open_publishing
 from contraflow.train.records import episode_records, write_aside
 from contraflow.train.report import StepReport
 from contraflow.train.routing import Replayed, check_routes, prepare_routers, replayed
-from contraflow.train.step import Outcome, TrainStep
+from contraflow.train.step import Beside, Outcome, TrainStep
 from contraflow.types import Episode, Group, Manifest, Take, Version
 from contraflow.weights.probe import as_probe, probe_prompts
 
@@ -53,6 +56,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     resume: str | None = None  # the name of a cut to go on from
     writer: str = "alone"  # of cuts: no other start of any run has this name
     proof: config.Compute = "float32"  # the engines' precision, and so that of the log-probabilities they must give
+    critic: config.Critic | None = None  # of PPO, where `loss.advantages` is `gae`
     longest: int = 0  # tokens that a sample may have: a batch holds at least one, whatever its budget
     threaded: bool = False  # heavy work in a thread, so that calls are answered meanwhile; off where runs must repeat
 
@@ -83,12 +87,20 @@ class Learner:
         self._credit = Credit(loss.advantages, loss.overlong, loss.truncated == "train")
         self._run = Path(place.run_folder)
         self._tokenizer = Tokenizer.load(Path(place.model_folder))
-        self._spread, self.optimizer = _open(place, train, weights, cuts, mesh)
+        self._section = (place.critic or config.Critic()) if loss.advantages == "gae" else None
+        self._spread, self.optimizer, opened = _open(place, train, weights, cuts, mesh, self._section)
         decoder = self._spread.decoder
-        decoder.recompute = train.parallel.recompute == "layer"
-        if train.compile == "blocks":
-            decoder.fuse()
-        self._crew = open_crew(decoder, mesh, account, temperature=place.temperature)
+        _prepare(decoder, train)
+        shared = None if opened is None or opened.trunk is not None else opened.head
+        self._crew = open_crew(decoder, mesh, account, temperature=place.temperature, value=shared)
+        self._critic = None
+        if opened is not None and self._section is not None:
+            if opened.trunk is not None:
+                _prepare(opened.trunk.decoder, train)
+            self._critic = Critic(
+                self._section, opened.head, train=train, trunk=opened.trunk, crew=self._crew, account=account
+            )
+            opened.resume(self._critic)
         reference = None
         if loss.kl_weight > 0:
             frozen = load_spread(Path(place.model_folder), mesh, **_where(place, train, weights))
@@ -100,7 +112,7 @@ class Learner:
             train=train,
             loss=loss,
             temperature=place.temperature,
-            reference=reference,
+            beside=Beside(reference, self._critic),
             crew=self._crew,
         )
         self._prompts = probe_prompts(
@@ -109,7 +121,7 @@ class Learner:
             tokens=weights.probe_tokens,
             seed=place.seed % 2**63,
         )
-        self._loan = Loan(lambda: _lent(train.offload, self._spread, self.optimizer))
+        self._loan = Loan(self._lent)
         self.moved_bytes = 0  # to the host and back, since the run began
         self.publishing = open_publishing(
             self._spread, self._crew.team, self._run, train=train, engine=engine or config.Engine(), weights=weights
@@ -197,11 +209,25 @@ class Learner:
             updates=self.optimizer.updates,
             seed=self._place.seed,
             model=self._spread.config.digest(),
-            recipe=recipe_digest(self._train, self._loss, self._place.temperature),
+            recipe=recipe_digest(self._train, self._loss, self._place.temperature, self._section),
         )
         companions = Path(self._place.model_folder)
         with self.account.charge("save"):
-            return Snapshot(cut, spread=self._spread, optimizer=self.optimizer, companions=companions)
+            return Snapshot(
+                cut, spread=self._spread, optimizer=self.optimizer, companions=companions, critic=self._critic
+            )
+
+    def _lent(self) -> list[torch.Tensor]:
+        """What goes to the host between steps, on this rank."""
+        trained: list[tuple[torch.nn.Module, Optimizer]] = [(self._spread.decoder, self.optimizer)]
+        if self._critic is not None:
+            trained += self._critic.trained
+        tensors = [moment for _, optimizer in trained for moment in optimizer.moments().values() if moment.ndim]
+        if self._train.offload == "all":
+            for model, _ in trained:
+                at_rest(model)
+                tensors += [local(weight) for weight in model.parameters()]
+        return tensors
 
     def _set_aside(self, step: int, outcome: Outcome) -> str:
         path = self._run / "bad_batches" / f"line-{self._place.line}-step-{step}.npz"
@@ -214,40 +240,49 @@ class Learner:
             journal.write(record)
 
 
-def recipe_digest(train: config.Train, loss: config.Loss, temperature: float) -> str:
+def recipe_digest(
+    train: config.Train, loss: config.Loss, temperature: float, critic: config.Critic | None = None
+) -> str:
     """Of the settings that decide the training arithmetic; how often to save, where and on how many ranks do not."""
     saving = {"checkpoint_every", "keep_checkpoints", "checkpoint_url", "checkpoint_deadline_s"}
     incidental = {"offload", "step_deadline_s", "parallel", "device"} | saving
     text = f"{train.model_dump_json(exclude=incidental)}{loss.model_dump_json()}{temperature!r}"
+    text += "" if critic is None else critic.model_dump_json()
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _open(
-    place: Place, train: config.Train, weights: config.Weights, cuts: CutSpace, mesh: Mesh | None
-) -> tuple[Spread, Optimizer]:
+    place: Place,
+    train: config.Train,
+    weights: config.Weights,
+    cuts: CutSpace,
+    mesh: Mesh | None,
+    critic: config.Critic | None,
+) -> tuple[Spread, Optimizer, Opened | None]:
+    """The policy and its optimizer, and what a critic is made of, if there shall be one."""
     folder, where = Path(place.model_folder), _where(place, train, weights)
     if place.resume is None:
         spread = load_spread(folder, mesh, **where)
-        return spread, _new_optimizer(spread, train)
+        opened = None if critic is None else new_critic(critic, folder, spread, where)
+        return spread, _new_optimizer(spread, train), opened
     model = read_config(folder).digest()
     loaded = load(cuts, place.resume, mesh, expected_model=model, **where)
     optimizer = _new_optimizer(loaded.spread, train)
     optimizer.load(loaded.moments, loaded.cut.updates)
-    return loaded.spread, optimizer
+    if critic is None:
+        return loaded.spread, optimizer, None
+    return loaded.spread, optimizer, load_critic(cuts, loaded.manifest, loaded.cut.critic, critic, loaded.spread, where)
+
+
+def _prepare(decoder: Decoder, train: config.Train) -> None:
+    decoder.recompute = train.parallel.recompute == "layer"
+    if train.compile == "blocks":
+        decoder.fuse()
 
 
 def _new_optimizer(spread: Spread, train: config.Train) -> Optimizer:
     prepare_routers(spread.decoder, train.routing, freeze=train.freeze_router)
     return Optimizer(spread.decoder, train, spread)
-
-
-def _lent(offload: str, spread: Spread, optimizer: Optimizer) -> list[torch.Tensor]:
-    """What goes to the host between steps, on this rank."""
-    moments = [moment for moment in optimizer.moments().values() if moment.ndim]
-    if offload != "all":
-        return moments
-    at_rest(spread.decoder)
-    return moments + [local(weight) for weight in spread.decoder.parameters()]
 
 
 def _where(place: Place, train: config.Train, weights: config.Weights) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Takes samples and the passes to make, gives the samples with what was found. Run
 give credit or move weights. Shape letters: T packed tokens, N trained tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -14,7 +14,7 @@ import torch
 from contraflow.train.batcher import packed
 from contraflow.train.crew import Crew
 from contraflow.train.passes import Passes
-from contraflow.types import Float32, Sample
+from contraflow.types import Batch, Float32, Sample
 
 Finding = Literal["proximal", "reference"]
 
@@ -47,8 +47,15 @@ def look(
     free = [fed._replace(given=None) for fed in feds]  # experts of the policy say nothing to another model's routers
     for name, one in passes.items():
         answers = [scored.logprobs_N for scored in one.scored(feds if name == "proximal" else free)]
-        for bin_, batch, values_T in zip(bins, batches, crew.everywhere(batches, mine, answers), strict=True):
-            parts: list[Float32] = np.split(values_T, batch.starts[1:-1])
-            for place, values_L in zip(bin_, parts[: len(bin_)], strict=True):
-                found[place] = msgspec.structs.replace(found[place], **{name: values_L})
+        for place, values_L in by_sample(bins, batches, crew.everywhere(batches, mine, answers)):
+            found[place] = msgspec.structs.replace(found[place], **{name: values_L})
     return found
+
+
+def by_sample(
+    bins: Sequence[Sequence[int]], batches: Sequence[Batch], values: Sequence[Float32]
+) -> Iterator[tuple[int, Float32]]:
+    """Each sample's place and its `[L]` of what `values` has for its batch, `[T]`; as `packed` laid them out."""
+    for bin_, batch, values_T in zip(bins, batches, values, strict=True):
+        parts: list[Float32] = np.split(values_T, batch.starts[1:-1])
+        yield from zip(bin_, parts[: len(bin_)], strict=True)

@@ -4,7 +4,7 @@ Takes a module whose gradients are filled, gives moved parameters; hands its mom
 checkpoint, and takes them back. Does not compute gradients or decide when to move.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -92,23 +92,29 @@ class Optimizer:
 
     def apply(self) -> Applied:
         """Clip and apply the gradients; raises TrainingError, and changes nothing, when one is not finite."""
-        settings = self._settings
+        return self.move(self.norm())
+
+    def norm(self) -> Tensor:
+        """Of the whole gradient, fp32: what `move` wants. Raises TrainingError when it is not finite."""
         for name, held in self._named.items():
             given = self._given[name]
             if given is not held:
                 held.grad = None if given.grad is None else local(given.grad)
-        with_grad = [p for p in self._named.values() if p.grad is not None]
         norm = self._norm()
-        grad_norm = float(norm)
         if not torch.isfinite(norm):
-            raise TrainingError(f"the gradient of {self._blame()} is not finite (norm {grad_norm})")
-        clip_grads_with_norm_(with_grad, settings.clip_norm, norm)
+            raise TrainingError(f"the gradient of {self._blame()} is not finite (norm {float(norm)})")
+        return norm
+
+    def move(self, norm: Tensor) -> Applied:
+        """Clip and apply the gradients that `norm` is of."""
+        settings = self._settings
+        clip_grads_with_norm_([p for p in self._named.values() if p.grad is not None], settings.clip_norm, norm)
         rate = warmup(self.updates, learning_rate=settings.learning_rate, warmup_updates=settings.warmup_updates)
         for group in self._adamw.param_groups:
             group["lr"] = rate
         self._adamw.step()
         self.updates += 1
-        return Applied(grad_norm, rate)
+        return Applied(float(norm), rate)
 
     def moments(self) -> dict[str, Tensor]:
         """AdamW's own state as `PARAMETER:KEY` tensors, not copied; empty before the first update."""
@@ -157,6 +163,12 @@ class Optimizer:
     def _blame(self) -> str:
         bad = (repr(n) for n, p in self._named.items() if p.grad is not None and not torch.isfinite(p.grad).all())
         return next(filter(None, self._team.words(next(bad, ""))), "all parameters together")
+
+
+def apply_together(optimizers: Sequence[Optimizer]) -> list[Applied]:
+    """Apply the gradients of all; raises TrainingError, and changes none, when any is not finite."""
+    norms = [optimizer.norm() for optimizer in optimizers]
+    return [optimizer.move(norm) for optimizer, norm in zip(optimizers, norms, strict=True)]
 
 
 def _held(parameter: nn.Parameter) -> nn.Parameter:

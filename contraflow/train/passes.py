@@ -13,7 +13,7 @@ from torch import Tensor
 from contraflow.model.decoder import Decoder
 from contraflow.model.router import RouterTape
 from contraflow.telemetry import Account
-from contraflow.train.forward import Fed, Scored, score
+from contraflow.train.forward import Fed, Reading, Scored, score
 
 LossOf = Callable[[int, Scored], Tensor]  # of a micro-batch, by its place: its part of the loss, a scalar
 
@@ -57,10 +57,10 @@ class Passes(Protocol):
 class PlainPasses:
     """One micro-batch after the other, the whole model in this rank's hands."""
 
-    def __init__(self, decoder: Decoder, account: Account, *, temperature: float) -> None:
+    def __init__(self, decoder: Decoder, account: Account, reading: Reading) -> None:
         self._decoder = decoder
         self._account = account
-        self._temperature = temperature
+        self._reading = reading
         self._mixture = bool(decoder.config.moe_layers)
 
     def run(self, feds: Sequence[Fed], loss_of: LossOf, balance: Balance | None) -> Passed:
@@ -69,7 +69,7 @@ class PlainPasses:
         for place, fed in enumerate(feds):
             tape = RouterTape(fed.given) if self._mixture else None
             with self._account.charge("forward"):
-                loss = loss_of(place, score(self._decoder, fed, temperature=self._temperature, tape=tape))
+                loss = loss_of(place, score(self._decoder, fed, self._reading, tape=tape))
                 uneven = torch.zeros_like(loss)
                 if tape is not None and balance is not None:
                     uneven = balance.of(tape)
@@ -96,7 +96,7 @@ class PlainPasses:
     def scored(self, feds: Sequence[Fed]) -> list[Scored]:
         """See `Passes.scored`."""
         with self._account.charge("forward"):
-            return [score(self._decoder, fed, temperature=self._temperature, tape=_replay(fed)) for fed in feds]
+            return [score(self._decoder, fed, self._reading, tape=_replay(fed)) for fed in feds]
 
     @torch.no_grad()
     def _taped(self, fed: Fed) -> RouterTape:

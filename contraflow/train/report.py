@@ -50,6 +50,12 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     first_differs: tuple[float, ...] = ()  # [M], the same for the first choice
     routes_missing: int = 0  # fed tokens whose experts should have come with them and did not
     routes_dropped: int = 0  # samples left out for it
+    critic_updates: int = 0  # of the critic, where there is one; the policy's are fewer while that warms up
+    value_loss: float = 0.0  # mean over the critic's updates, before any weight
+    value_clipped: float = 0.0  # share of tokens whose gradient the bound on values removed
+    critic_grad_norm: float = 0.0  # before clipping; where it shares the policy's trunk, of its head alone
+    explained_variance: float = 0.0  # of returns, by the values that credit was given with
+    values_version: int = -1  # n of the version whose critic gave those; -1 without one
     expert_loads: tuple[tuple[int, ...], ...]  # [M][E] tokens given to each expert, over all updates
     seconds: dict[str, float]  # of this step, by cause
 

@@ -30,7 +30,7 @@ from contraflow.rewards.base import Said
 from contraflow.telemetry import Account, Clock
 from contraflow.train.batcher import pack
 from contraflow.train.chat import Rows, read_rows
-from contraflow.train.forward import feed, score_hidden
+from contraflow.train.forward import Reading, feed, score_hidden
 from contraflow.train.optimizer import Optimizer
 from contraflow.train.update import Updater
 from contraflow.types import Sample, Task
@@ -109,7 +109,7 @@ def look_at(decoder: Decoder, samples: Sequence[Sample], tokens_per_batch: int) 
         likeliest_N = torch.cat([decoder.logits(hidden_CD).argmax(-1) for hidden_CD in chunks])
         hits[batch.mask] = (likeliest_N == fed.targets_N).cpu().numpy()
         right += int(np.logical_and.reduceat(hits, batch.starts[:-1]).sum())
-        loss -= float(score_hidden(hidden_FD, decoder, fed, 1.0).logprobs_N.double().sum())
+        loss -= float(score_hidden(hidden_FD, decoder, fed, Reading()).logprobs_N.double().sum())
         learned += len(fed.targets_N)
     return HeldOut(right / len(samples), loss / learned) if samples else HeldOut(0.0, 0.0)
 

@@ -59,8 +59,9 @@ class Copy:
     Holds 12 bytes (weight and two moments, fp32) for every element that this rank alone, or first, holds.
     """
 
-    def __init__(self, spread: Spread, optimizer: Optimizer) -> None:
-        self._rank = 0 if spread.mesh is None else spread.mesh.here.rank
+    def __init__(self, spread: Spread, optimizer: Optimizer, below: str = "") -> None:
+        """`below`: the folder of its parts, with its `/`."""
+        self._folder = f"{below}rank-{0 if spread.mesh is None else spread.mesh.here.rank:05d}"
         at_rest(spread.decoder)
         weights = {name: local(parameter).detach() for name, parameter in spread.decoder.named_parameters()}
         moments = optimizer.moments()
@@ -80,23 +81,23 @@ class Copy:
 
     def write(self, space: CutSpace, cut: CutId) -> list[Part]:
         """Put this rank's parts, `LANES` at once; gives all, the index last. Raises BlobError."""
-        files = {f"rank-{self._rank:05d}/{n:05d}": slabs for n, slabs in enumerate(_files(self._slabs))}
+        files = {f"{self._folder}/{n:05d}": slabs for n, slabs in enumerate(_files(self._slabs))}
         index = Index({name: _entries(slabs) for name, slabs in files.items()}, self._steps)
         written = in_lanes(lambda name: space.put(cut, name, _encoded(files[name])), list(files))
-        return [*written, space.put(cut, f"rank-{self._rank:05d}/index", msgspec.json.encode(index))]
+        return [*written, space.put(cut, f"{self._folder}/index", msgspec.json.encode(index))]
 
 
 class Shards:
     """The tensors of a cut, from the parts of whatever ranks wrote them."""
 
-    def __init__(self, space: CutSpace, manifest: CutManifest) -> None:
-        """Reads the indexes. Raises CutTorn, BlobError."""
+    def __init__(self, space: CutSpace, manifest: CutManifest, below: str = "") -> None:
+        """Reads the indexes of the ranks' parts in the folder `below`. Raises CutTorn, BlobError."""
         self._space, self._manifest = space, manifest
         self._parts = {part.name: part for part in manifest.parts}
         self._where: dict[str, list[Entry]] = {}
         self.steps: dict[str, float] = {}
         for part in manifest.parts:
-            if part.name.startswith("rank-") and part.name.endswith("/index"):
+            if part.name.startswith(f"{below}rank-") and part.name.endswith("/index"):
                 index = self._index(part)
                 self._where |= index.parts
                 self.steps |= index.steps

@@ -18,7 +18,7 @@ from contraflow.parallel import pipeline
 from contraflow.parallel.mesh import Mesh
 from contraflow.parallel.pipeline import Pipeline, add_loss, micro_batches
 from contraflow.telemetry import Account
-from contraflow.train.forward import Fed, Scored, score_hidden
+from contraflow.train.forward import Fed, Reading, Scored, score_hidden
 from contraflow.train.passes import Balance, LossOf, Passed
 
 
@@ -28,9 +28,9 @@ class StagedPasses:
     With a balance loss, the update must know the loads of all layers beforehand: no stage sees those of another.
     """
 
-    def __init__(self, decoder: Decoder, mesh: Mesh, account: Account, *, temperature: float) -> None:
+    def __init__(self, decoder: Decoder, mesh: Mesh, account: Account, reading: Reading) -> None:
         self._decoder, self._mesh, self._account = decoder, mesh, account
-        self._temperature = temperature
+        self._reading = reading
         self._pipeline = Pipeline(decoder, mesh)
 
     def run(self, feds: Sequence[Fed], loss_of: LossOf, balance: Balance | None) -> Passed:
@@ -52,7 +52,7 @@ class StagedPasses:
                 return add_loss(seen.hidden_TD, own) if own.requires_grad else seen.hidden_TD
             if place >= len(feds):  # one of none: its loss is 0, and everybody's gradient of it
                 return seen.hidden_TD.float().sum() + own
-            loss = loss_of(place, score_hidden(seen.hidden_TD, self._decoder, feds[place], self._temperature))
+            loss = loss_of(place, score_hidden(seen.hidden_TD, self._decoder, feds[place], self._reading))
             _note(values_B2, place, loss)
             return loss + own
 
@@ -87,18 +87,18 @@ class StagedPasses:
     def scored(self, feds: Sequence[Fed]) -> list[Scored]:
         """See `Passes.scored`; on every rank."""
         numbers = [fed.targets_N.numel() for fed in feds]
-        both_2N = torch.zeros(2, sum(numbers), device=self._mesh.device)
-        parts = both_2N.split(numbers, 1)
+        all_xN = torch.zeros(len(Scored._fields), sum(numbers), device=self._mesh.device)
+        parts = all_xN.split(numbers, 1)
 
         def after(seen: pipeline.Passed) -> Tensor:
             place = seen.number
             if seen.span.stop == self._decoder.config.layers and place < len(feds):
-                found = score_hidden(seen.hidden_TD, self._decoder, feds[place], self._temperature)
+                found = score_hidden(seen.hidden_TD, self._decoder, feds[place], self._reading)
                 parts[place].copy_(torch.stack(found))
             return seen.hidden_TD
 
         self._run(feds, after, backward=False)
-        dist.broadcast(both_2N, group=self._mesh.pp, group_src=self._mesh.parallel.pp - 1)
+        dist.broadcast(all_xN, group=self._mesh.pp, group_src=self._mesh.parallel.pp - 1)
         return [Scored(*part) for part in parts]
 
     def _run(self, feds: Sequence[Fed], after: pipeline.After, *, backward: bool) -> None:

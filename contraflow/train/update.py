@@ -26,14 +26,27 @@ from contraflow.types import Batch
 Objective = Callable[[Batch, Fed, Scored], Tensor]  # a micro-batch's part of the loss, a scalar
 
 
-class Updated(NamedTuple):
-    """One update. `loss` holds all terms; `balance` is the router's before its weight."""
+class Measured(NamedTuple):
+    """What the passes of one update saw. `loss` holds all terms; `balance` is the router's before its weight."""
 
     loss: float
     balance: float
     loads_ME: Tensor | None  # int64 tokens given to each expert; None for a model without experts
-    applied: Applied
     differing_M3: Tensor | None = None  # int64, see `RouterTape.differing`
+
+    def moved(self, applied: Applied) -> "Updated":
+        """The update, once its gradients are applied."""
+        return Updated(self.loss, self.balance, self.loads_ME, applied, self.differing_M3)
+
+
+class Updated(NamedTuple):
+    """One update: what its passes saw, and how it was applied."""
+
+    loss: float
+    balance: float
+    loads_ME: Tensor | None
+    applied: Applied
+    differing_M3: Tensor | None = None
 
 
 class Updater:
@@ -61,6 +74,12 @@ class Updater:
 
     def update(self, batches: Sequence[Batch], objective: Objective) -> Updated:
         """Raises TrainingError, with the weights as they were, when a loss or the gradient is not finite."""
+        measured = self.measure(batches, objective)
+        with self._account.charge("optimizer"):
+            return measured.moved(self._optimizer.apply())
+
+    def measure(self, batches: Sequence[Batch], objective: Objective) -> Measured:
+        """Leave the gradients on the parameters, for the caller to apply. Raises TrainingError as `update` does."""
         self._optimizer.clear()
         team, passes = self._crew.team, self._crew.passes
         with self._account.charge("batch"):
@@ -74,10 +93,8 @@ class Updater:
         for place, (value, _) in enumerate(values):
             if not math.isfinite(value):
                 raise TrainingError(f"the loss of micro-batch {place + 1} of {len(batches)} is {value}")
-        with self._account.charge("optimizer"):
-            applied = self._optimizer.apply()
         loss, uneven = (sum(column) for column in zip(*values, strict=True))
-        return Updated(loss, uneven, loads_ME, applied, differing_M3)
+        return Measured(loss, uneven, loads_ME, differing_M3)
 
     def _balance(self, feds: Sequence[Fed], tokens: int) -> Balance | None:
         """The balance loss of a micro-batch among all `tokens` fed in this update.

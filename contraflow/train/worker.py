@@ -243,12 +243,15 @@ def make_trainer(
 
 def _agree(mesh: Mesh, sections: Mapping[str, config.Section], place: Place) -> None:
     """Raise ConfigError, showing both values, unless all ranks were told the same and start from the same model."""
+    critic = {} if place.critic is None else {"critic": place.critic}
     told: dict[str, Any] = {
         f"{name}.{key}": value
-        for name, section in sections.items()
+        for name, section in {**sections, **critic}.items()
         for key, value in section.model_dump(mode="json").items()
     }
-    told |= msgspec.structs.asdict(place) | {"model": read_config(Path(place.model_folder)).digest()}
+    told |= msgspec.structs.asdict(msgspec.structs.replace(place, critic=None)) | {
+        "model": read_config(Path(place.model_folder)).digest()
+    }
     try:
         agree(links(mesh, mesh.world), told)
     except DispatchError as fault:

@@ -101,7 +101,22 @@ def _learning(steps: Sequence[Record], looks: Sequence[Record]) -> list[str]:
         ),
         _card("Policy health", curves(health, unit="by step", low=0.0)),
         _card("Gradient norm before clipping", curves({"norm": _by_step(steps, "grad_norm")}, unit="by step", low=0.0)),
+        *_critic(steps),
     ]
+
+
+def _critic(steps: Sequence[Record]) -> list[str]:
+    """How well values foretell returns; nothing where there was no critic."""
+    valued = [step for step in steps if step.get("critic_updates")]
+    if not valued:
+        return []
+    told = {
+        "value loss": _by_step(valued, "value_loss"),
+        "explained variance": [(step["step"] + 1, max(step["explained_variance"], 0.0)) for step in valued],
+        "clipped share": _by_step(valued, "value_clipped"),
+    }
+    note = "Explained variance: of returns, by the values that credit was given with. 1 is all; below 0 is drawn as 0."
+    return [_card("Critic", curves(told, unit="by step", low=0.0), note)]
 
 
 def _accuracy(looks: Sequence[Record]) -> dict[str, Points]:

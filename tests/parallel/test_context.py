@@ -20,7 +20,7 @@ from contraflow.model.families import ModelConfig
 from contraflow.model.router import RouterTape
 from contraflow.model.sinks import Sight
 from contraflow.parallel.context import ContextPlan, held, pieces, share
-from contraflow.train.forward import feed, score
+from contraflow.train.forward import Reading, feed, score
 from contraflow.types import Batch
 
 RANKS = st.integers(1, 5)
@@ -162,7 +162,7 @@ def test_losses_gradients_and_loads_of_all_ranks_add_up_to_those_of_one(
 
     def outcome(part: Batch, exchange: ThreadExchange | None) -> list[Tensor]:
         tape, fed = RouterTape(), feed(part, device, exchange)
-        scored = score(decoder, fed, temperature=0.7, tape=tape)
+        scored = score(decoder, fed, Reading(0.7), tape=tape)
         weights_N = torch.from_numpy(part.weights[part.mask])
         loss = (weights_N * scored.logprobs_N).sum() + 0.1 * tape.balance_loss(loads_ME=2 * loads_ME, tokens=100)
         grads = torch.autograd.grad(loss, list(decoder.parameters()), materialize_grads=True)

@@ -6,15 +6,19 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 import torch.distributed as dist
 
+from contraflow.config import Critic as CriticSection
 from contraflow.config import Loss, Parallel, Train
+from contraflow.model.value import ValueHead
 from contraflow.parallel.mesh import open_mesh
 from contraflow.parallel.spread import Spread, load_spread
 from contraflow.telemetry import Account
 from contraflow.train.crew import open_crew
+from contraflow.train.critic import Critic
 from contraflow.train.optimizer import Optimizer
-from contraflow.train.step import Numbers, TrainStep
+from contraflow.train.step import Beside, Numbers, TrainStep
 from tests.dispatch import gloo
 from tests.parallel.equal import difference, make_folder, samples
 
@@ -36,7 +40,7 @@ def step_on(spread: Spread, reference: Spread, loss: Loss) -> tuple[Numbers, dic
         train=TRAIN,
         loss=loss,
         temperature=0.9,
-        reference=reference.decoder.requires_grad_(False),
+        beside=Beside(reference=reference.decoder.requires_grad_(False)),
         crew=crew,
     )
     by_group = [[msgspec.structs.replace(s, behaviour=3 * s.behaviour) for s in samples(3, seed=n)] for n in range(6)]
@@ -88,3 +92,83 @@ def test_stages_and_heads_on_two_ranks_step_as_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_four_ranks_step_as_one(tmp_path: Path) -> None:
     check([Parallel(dp=2, ep=4, cp=2), Parallel(dp=2, pp=2), Parallel(cp=2, tp=2, ep=2)], 4, tmp_path)
+
+
+# --- with a critic ---------------------------------------------------------------------------------------------------
+
+GAE = Loss(advantages="gae")
+CRITICS = [CriticSection(discount=0.9, unit="turn"), CriticSection(trunk="shared", weight=0.5, clip=0.05)]
+
+
+def ppo_on(folder: Path, mesh: Any, section: CriticSection) -> tuple[Numbers, dict[str, Any]]:
+    """Two steps; every whole tensor of policy and critic after them."""
+    account, policy, head = Account(lambda: 0.0), load_spread(folder, mesh), ValueHead(16)
+    with torch.no_grad():
+        head.weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(3))
+    shared = section.trunk == "shared"
+    trunk = None if shared else load_spread(folder, mesh)
+    crew = open_crew(policy.decoder, mesh, account, temperature=0.9, value=head if shared else None)
+    critic = Critic(section, head, train=TRAIN, trunk=trunk, crew=crew, account=account)
+    step = TrainStep(
+        policy.decoder,
+        Optimizer(policy.decoder, TRAIN, policy),
+        account,
+        train=TRAIN,
+        loss=GAE,
+        temperature=0.9,
+        beside=Beside(critic=critic),
+        crew=crew,
+    )
+    for at in range(2):
+        given = [
+            [msgspec.structs.replace(s, truncated=n % 2 == 0) for s in samples(3, seed=9 * at + n)] for n in range(6)
+        ]
+        outcome = step.run(given, step=at, seed=2)
+        assert outcome.fault == ""
+    found = {f"policy.{name}": tensor for name, tensor in policy.tensors()}
+    found |= {f"head.{name}": weight.detach().clone() for name, weight in head.named_parameters()}
+    if trunk is not None:
+        found |= {f"critic.{name}": tensor for name, tensor in trunk.tensors()}
+    return outcome.numbers, found
+
+
+def ppo_on_ranks(store: Any, rank: int, cases: Sequence[Any], folder: Path, meeting: Path) -> list[Any]:
+    dist.barrier()
+    dist.destroy_process_group()
+    seen = []
+    for index, (parallel, section) in enumerate(cases):
+        with open_mesh(parallel, rank=rank, init_method=f"file://{meeting}/ppo-{index}") as mesh:
+            seen.append(ppo_on(folder, mesh, section))
+    return seen
+
+
+def check_ppo(layouts: Sequence[Parallel], world: int, tmp_path: Path) -> None:
+    folder = make_folder("qwen3_moe", tmp_path, 4)
+    cases = [(parallel, section) for parallel in layouts for section in CRITICS]
+    by_rank = gloo.run(ppo_on_ranks, world, tmp_path, cases, folder, tmp_path)
+    names = ("loss", "grad_norm", "value_loss", "value_clipped", "critic_grad_norm", "explained_variance")
+    for place, (parallel, section) in enumerate(cases):
+        numbers, weights = ppo_on(folder, None, section)
+        assert (numbers.critic_updates, numbers.values_version) == (2, 1)
+        for rank in by_rank:
+            for name in names:
+                wanted = pytest.approx(getattr(numbers, name), rel=2e-4, abs=1e-6)
+                assert getattr(rank[place][0], name) == wanted, (parallel, section.trunk, name)
+            for name in ("head.weight", "head.bias"):
+                assert torch.equal(rank[place][1][name], by_rank[0][place][1][name])
+        for name, wanted in weights.items():
+            assert difference(by_rank[0][place][1][name], wanted) <= 2e-5, (parallel, section.trunk, name)
+
+
+def test_a_critic_steps_on_two_ranks_as_on_one(tmp_path: Path) -> None:
+    check_ppo([Parallel(dp=2, ep=2), Parallel(cp=2)], 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_critic_steps_on_stages_and_heads_as_on_one(tmp_path: Path) -> None:
+    check_ppo([Parallel(tp=2), Parallel(pp=2)], 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_critic_steps_on_four_ranks_as_on_one(tmp_path: Path) -> None:
+    check_ppo([Parallel(dp=2, ep=4, cp=2), Parallel(dp=2, pp=2), Parallel(cp=2, tp=2, ep=2)], 4, tmp_path)

@@ -19,7 +19,7 @@ from contraflow.parallel.mesh import Mesh
 from contraflow.parallel.pipeline import Passed, Pipeline, add_loss, micro_batches, share_layers
 from contraflow.telemetry import Account
 from contraflow.train.batcher import pack
-from contraflow.train.forward import Scored, feed, score
+from contraflow.train.forward import Reading, Scored, feed, score
 from contraflow.train.passes import Balance, PlainPasses
 from contraflow.train.staged import StagedPasses
 from contraflow.types import Batch, Sample
@@ -67,7 +67,7 @@ def on_rank(mesh: Mesh, given: list[list[Batch]]) -> list[dict[str, Any]]:
         decoder = new_decoder(MIXTURE, seed=1, std=0.2)
         share_layers(decoder, mesh.parallel, mesh.here)
         assert set(dict(decoder.named_parameters())) == set(shards(MIXTURE, mesh.parallel, mesh.here))
-        passes = StagedPasses(decoder, mesh, Account(lambda: 0.0), temperature=0.8)
+        passes = StagedPasses(decoder, mesh, Account(lambda: 0.0), Reading(0.8))
         scores = passes.scored([feed(batch, CPU) for batch in update])
         found.append(run_passes(passes, decoder, update) | {"scores": scores})
     return found
@@ -84,7 +84,7 @@ def test_a_pipeline_gives_what_one_rank_gives(parallel: Parallel, tmp_path: Path
     by_rank = ranks.run(on_rank, parallel, tmp_path, given)
     for index, update in enumerate(given):
         decoder = new_decoder(MIXTURE, seed=1, std=0.2)
-        wanted = run_passes(PlainPasses(decoder, Account(lambda: 0.0), temperature=0.8), decoder, update)
+        wanted = run_passes(PlainPasses(decoder, Account(lambda: 0.0), Reading(0.8)), decoder, update)
         found = [of_update[index] for of_update in by_rank]
         torch.testing.assert_close(sum(f["values"] for f in found), wanted["values"], rtol=1e-5, atol=1e-6)
         for what in ("loads", "forward"):
@@ -94,7 +94,7 @@ def test_a_pipeline_gives_what_one_rank_gives(parallel: Parallel, tmp_path: Path
         for name, grad in wanted["grads"].items():
             torch.testing.assert_close(grads[name], grad, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
         with torch.no_grad():
-            alone = [score(decoder, feed(batch, CPU), temperature=0.8) for batch in update]
+            alone = [score(decoder, feed(batch, CPU), Reading(0.8)) for batch in update]
         for f in found:
             for part, whole in zip(f["scores"], alone, strict=True):
                 torch.testing.assert_close(tuple(part), tuple(whole), rtol=1e-5, atol=1e-5)

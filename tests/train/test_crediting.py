@@ -1,9 +1,10 @@
 """Credit by the token, from a take's samples: worked by hand, and what it refuses."""
 
+import msgspec
 import numpy as np
 import pytest
 
-from contraflow.config import Loss
+from contraflow.config import Critic, Loss
 from contraflow.errors import TrainingError
 from contraflow.train.crediting import credited
 from contraflow.types import Sample
@@ -69,3 +70,62 @@ def test_a_reward_penalty_without_a_look_at_the_reference_is_refused():
 
 def test_nothing_gives_nothing():
     assert credited([], Loss(advantages="reinforce++")) == []
+
+
+# --- by values -------------------------------------------------------------------------------------------------------
+
+TURNS = (False, True, True, False, False, True, True, True)  # prompt, a turn, two tokens of the environment, a turn
+
+
+def valued(score, values, *, trained=TURNS, last=None, version=4):
+    one = sample(score, trained=trained)
+    laid_out = np.zeros(len(trained), np.float32)
+    laid_out[one.mask] = values
+    return msgspec.structs.replace(
+        one, values=laid_out, valued=version, truncated=last is not None, bootstrap=last or 0.0
+    )
+
+
+def by_values(one, **critic):
+    (found,) = credited([one], Loss(advantages="gae"), Critic(**({"whiten": False} | critic)), version=4)
+    return found.advantages[found.mask].tolist(), found.returns[found.mask].tolist()
+
+
+def test_by_token_the_environments_tokens_are_passed_over():
+    values = [0.1, 0.2, 0.3, 0.4, 0.5]
+    advantages, returns = by_values(valued(1.0, values), discount=0.9, trace=0.0)
+    assert advantages == pytest.approx([0.08, 0.07, 0.06, 0.05, 0.5])
+    assert returns == pytest.approx([a + v for a, v in zip(advantages, values, strict=True)])
+
+
+def test_by_turn_the_discount_counts_turns_and_every_token_has_what_its_turn_has():
+    advantages, returns = by_values(valued(1.0, [0.1, 9, 0.3, 9, 9]), unit="turn", discount=0.5, trace=1.0)
+    # second turn: 1 - 0.3; first: 0.5 * 0.3 - 0.1 + 0.5 * 0.7
+    assert advantages == pytest.approx([0.4, 0.4, 0.7, 0.7, 0.7])
+    assert returns == pytest.approx([0.5, 0.5, 1.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("unit", ["token", "turn"])
+def test_an_episode_that_was_cut_off_goes_on_with_the_value_of_where_it_was(unit):
+    ended, _ = by_values(valued(0.0, [0.5] * 5), unit=unit, trace=1.0)
+    cut_off, _ = by_values(valued(0.0, [0.5] * 5, last=0.8), unit=unit, trace=1.0)
+    assert ended == pytest.approx([-0.5] * 5)
+    assert cut_off == pytest.approx([0.3] * 5)
+
+
+def test_returns_are_not_whitened_advantages_are():
+    given = [valued(1.0, [0.0] * 5), valued(0.0, [0.0] * 5)]
+    found = credited(given, Loss(advantages="gae"), Critic(trace=1.0), version=4)
+    assert [one.returns[one.mask].tolist() for one in found] == [[1.0] * 5, [0.0] * 5]
+    assert [one.advantages[one.mask].tolist() for one in found] == [[1.0] * 5, [-1.0] * 5]
+
+
+def test_values_of_another_version_or_none_are_refused():
+    with pytest.raises(TrainingError, match=r"missing version: .* 4 .* those of version 3"):
+        by_values(valued(1.0, [0.0] * 5, version=3))
+    with pytest.raises(TrainingError, match=r"missing version.*none"):
+        by_values(sample(1.0, trained=TURNS))
+
+
+def test_a_value_that_is_infinite_reaches_the_step_for_it_to_refuse():
+    assert not np.isfinite(by_values(valued(1.0, [0, np.inf, 0, 0, 0]))[0]).all()

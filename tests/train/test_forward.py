@@ -4,7 +4,7 @@ import torch
 
 from contraflow.model.attention import PackedPlan
 from contraflow.train.batcher import pack
-from contraflow.train.forward import feed, score
+from contraflow.train.forward import Reading, feed, score
 from contraflow.types import Sample
 
 
@@ -41,7 +41,7 @@ def test_trained_tokens_get_the_logprobs_of_their_sequence_alone(any_decoder, le
     order = sorted(range(len(made)), key=lambda i: -made[i].tokens.size)
     expected = [one_by_one(any_decoder, made[i], temperature) for i in order]
     fed = feed(batch, torch.device("cpu"))
-    logprobs_N, entropy_N = score(any_decoder, fed, temperature=temperature)
+    logprobs_N, entropy_N, _ = score(any_decoder, fed, Reading(temperature))
     torch.testing.assert_close(logprobs_N.double(), torch.cat([e[0] for e in expected]), atol=2e-5, rtol=0)
     torch.testing.assert_close(entropy_N.double(), torch.cat([e[1] for e in expected]), atol=2e-5, rtol=0)
 

@@ -21,10 +21,10 @@ from contraflow.model.router import RouterTape
 from contraflow.rollout.native import NativeEngine
 from contraflow.telemetry import Account
 from contraflow.train.batcher import Credit, pack, samples
-from contraflow.train.forward import feed, score
+from contraflow.train.forward import Reading, feed, score
 from contraflow.train.optimizer import Optimizer
 from contraflow.train.routing import check_routes, disagreement, known_routes, prepare_routers, replayed
-from contraflow.train.step import TrainStep
+from contraflow.train.step import Beside, TrainStep
 from contraflow.types import Request, Sample, Version
 from tests.train.conftest import DENSE, MIXTURE
 
@@ -255,7 +255,7 @@ def log_ratios(decoder: Decoder, made: list[Sample]) -> np.ndarray:
         fed = feed(batch, torch.device("cpu"))
         tape = RouterTape(fed.given)
         with torch.no_grad():
-            scored = score(decoder, fed, temperature=1.0, tape=tape)
+            scored = score(decoder, fed, Reading(), tape=tape)
         found.append(np.abs(scored.logprobs_N.numpy() - one.behaviour[one.mask]).max())
     return np.array(found)
 
@@ -353,7 +353,7 @@ def test_the_reference_of_the_kl_term_routes_as_it_likes() -> None:
     loss = config.Loss(kl_weight=1.0, kl_kind="k1")
     optimizer = Optimizer(decoder, section)
     step = TrainStep(
-        decoder, optimizer, Account(lambda: 0.0), train=section, loss=loss, temperature=1.0, reference=frozen
+        decoder, optimizer, Account(lambda: 0.0), train=section, loss=loss, temperature=1.0, beside=Beside(frozen)
     )
     free = msgspec.structs.replace(made[0][0], routes=None, routed=None)
     gap = log_of(decoder, made[0][0]) - log_of(frozen, free)
@@ -365,7 +365,7 @@ def log_of(decoder: Decoder, one: Sample) -> torch.Tensor:
     (batch,) = pack([one], tokens_per_batch=999, reduction="token")
     fed = feed(batch, torch.device("cpu"))
     with torch.no_grad():
-        return score(decoder, fed, temperature=1.0, tape=RouterTape(fed.given)).logprobs_N
+        return score(decoder, fed, Reading(), tape=RouterTape(fed.given)).logprobs_N
 
 
 def test_a_frozen_router_stays_and_all_else_moves() -> None:

@@ -13,7 +13,7 @@ from contraflow.model.families import ModelConfig
 from contraflow.model.router import RouterTape
 from contraflow.rollout.native import NativeEngine
 from contraflow.train.batcher import pack
-from contraflow.train.forward import Fed, feed, score
+from contraflow.train.forward import Fed, Reading, feed, score
 from contraflow.train.routing import replayed
 from contraflow.types import Batch, Request, Sample, Version
 
@@ -65,7 +65,7 @@ def engine_batch(decoder: Decoder) -> Batch:
 
 def gradients(decoder: Decoder, fed: Fed) -> dict[str, torch.Tensor]:
     decoder.zero_grad()
-    score(decoder, fed, temperature=1.0, tape=RouterTape(fed.given)).logprobs_N.mean().backward()
+    score(decoder, fed, Reading(), tape=RouterTape(fed.given)).logprobs_N.mean().backward()
     return {name: p.grad.clone() for name, p in decoder.named_parameters() if p.grad is not None}
 
 
@@ -84,7 +84,7 @@ def test_an_engine_in_bf16_is_followed_more_closely_with_replay(device: str) -> 
     found = {}
     for name, given in (("own", None), ("replayed", fed.given)):
         with torch.no_grad():
-            scored = score(trainer, fed._replace(given=given), temperature=1.0, tape=(tape := RouterTape(given)))
+            scored = score(trainer, fed._replace(given=given), Reading(), tape=(tape := RouterTape(given)))
         found[name] = float((scored.logprobs_N - behaviour_N).abs().mean())
     shares = (tape.differing()[:, 1] / tape.differing()[:, 0]).tolist()
     print(f"{device}: other experts by layer {[round(share, 4) for share in shares]}; |log-ratio| {found}")

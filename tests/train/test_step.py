@@ -12,7 +12,7 @@ from contraflow.model.attention import PackedPlan
 from contraflow.model.folder import save_folder
 from contraflow.telemetry import Account
 from contraflow.train.optimizer import Optimizer
-from contraflow.train.step import Numbers, TrainStep
+from contraflow.train.step import Beside, Numbers, TrainStep
 from contraflow.types import Sample
 
 ZERO_RATE = {"learning_rate": 1e-30, "warmup_updates": 0, "clip_norm": 1e9}
@@ -49,7 +49,7 @@ def trainer(decoder, *, reference=None, temperature=1.0, train=None, **loss):
         train=train,
         loss=config.Loss(**loss),
         temperature=temperature,
-        reference=reference,
+        beside=Beside(reference),
     )
     return step, optimizer
 

@@ -305,25 +305,67 @@ def test_compiled_blocks_teach_the_same(bench):
         inline(body)
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(bench):
+@pytest.mark.parametrize("critic", [None, config.Critic(warmup_steps=1), config.Critic(trunk="shared")])
+def test_a_resumed_run_goes_on_bit_for_bit(bench, critic):
     async def body(runtime):
         here = await bench(runtime)
         train = config.Train(updates=2, epochs=2, learning_rate=1e-2)
-        await here.start(train=train)
+        of = {"train": train, "critic": critic, "loss": config.Loss(advantages="gae" if critic else "grpo")}
+        await here.start(**of)
         for step in range(2):
             await here.step(step)
         cut = await here.save(2)
         take = await here.feed(2)
         straight = await here.trainer.call(20, Trainer.step, take)
         await runtime.stop("trainer")
-        await here.start("resumed", train=train, resume=cut, line=LINE + 1)
+        await here.start("resumed", resume=cut, line=LINE + 1, **of)
         start = await here.trainer.call(5, Trainer.publish, 2)
         assert start.version == Version(LINE + 1, 2)
         again = await here.trainer.call(20, Trainer.step, take)
         assert again.manifest.version == Version(LINE + 1, 3)
         assert again.manifest.digests == straight.manifest.digests
-        assert (again.loss, again.learning_rate) == (straight.loss, straight.learning_rate)
-        assert (await here.trainer.call(5, Trainer.report)).updates == 12
+        for name in ("loss", "learning_rate", "value_loss", "critic_grad_norm", "explained_variance", "values_version"):
+            assert getattr(again, name) == getattr(straight, name)
+        warmed = 4 if critic is not None and critic.warmup_steps else 0
+        assert (await here.trainer.call(5, Trainer.report)).updates == 12 - warmed
+        assert (again.critic_updates, again.values_version) == ((4, 2) if critic else (0, -1))
+
+    inline(body)
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "all"])
+@pytest.mark.parametrize("trunk", ["own", "shared"])
+def test_a_critic_on_loan_to_the_host_between_steps_changes_nothing(bench, trunk, offload):
+    async def body(runtime):
+        digests = []
+        for name, section in (("stays", TRAIN), ("goes", TRAIN.model_copy(update={"offload": offload}))):
+            here = await bench(runtime, name)
+            loss, critic = config.Loss(advantages="gae"), config.Critic(trunk=trunk)
+            await here.start(f"trainer-{name}", train=section, loss=loss, critic=critic)
+            reports = [await here.step(step) for step in range(2)]
+            digests.append(reports[-1].manifest.digests)
+        assert digests[0] == digests[1]
+
+    inline(body)
+
+
+@pytest.mark.parametrize(
+    ("had", "wanted", "says"),
+    [
+        (None, config.Critic(), "holds no critic"),
+        (config.Critic(trunk="shared"), config.Critic(), "a critic with trunk = 'shared'"),
+        (config.Critic(), config.Critic(trunk="shared"), "a critic with trunk = 'own'"),
+    ],
+)
+def test_a_cut_without_the_critic_that_is_asked_for_is_refused(bench, had, wanted, says):
+    async def body(runtime):
+        here = await bench(runtime)
+        gae = config.Loss(advantages="gae")
+        await here.start(loss=gae if had else config.Loss(), critic=had)
+        cut = await here.save(0)
+        await runtime.stop("trainer")
+        with pytest.raises(CheckpointError, match=says):
+            await here.start("resumed", resume=cut, loss=gae, critic=wanted)
 
     inline(body)
 
