@@ -2,15 +2,17 @@
 
 Takes sizes; gives one row a case, and bench/results/control_plane.json. The durable case runs the real worker with its
 group commit, and `dd conv=fdatasync` of as many bytes before and after it. With a redis-server (`--redis`, or
-CONTRAFLOW_REDIS) the same groups also go through a Redis stream, in turns with the ledger: see redis_stream.py.
+CONTRAFLOW_REDIS) the same groups also go through the buffer in a process of its own and through a Redis stream, in
+turns: see redis_stream.py; all of it is then in bench/results/control_plane_redis.json.
 """
 
 import argparse
 import asyncio
+import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,16 @@ import numpy as np
 
 from bench import redis_stream
 from bench.record import spread, write
-from contraflow.buffer.service import Buffer
+from contraflow.buffer.service import Buffer, make_buffer
 from contraflow.config import Buffer as Section
+from contraflow.config import Runtime
+from contraflow.runtime import open_runtime
 from contraflow.runtime.wire import decode, encode, nbytes
 from contraflow.types import Episode, Group, Span, StopReason, Task, Ticket, Version
 
 EPISODES, TOKENS, LAYERS, CHOICES = 8, 2048, 48, 8
 GROUPS_PER_STEP = 16
+CALL_S = 60.0
 MEMORY = Path("/dev/shm/contraflow-dd")  # bytes that no disk can shorten, read from memory
 
 
@@ -86,24 +91,42 @@ async def durable(folder: Path, steps: int) -> tuple[float, int]:
     """Seconds and bytes of payloads through the worker: put (synced), take, fetch, trained, cut."""
     section = Section(groups_per_step=GROUPS_PER_STEP, max_age=1)
     buffer = Buffer(section, folder, None, time.monotonic, threaded=True)
+    measured = await _payloads(lambda method, *given: method(buffer, *given), steps)
+    await buffer.close()
+    return measured
+
+
+async def apart(folder: Path, steps: int) -> tuple[float, int]:
+    """The same with the buffer in a process of its own, as in a run: every payload also goes there and back."""
+    runtime = open_runtime(Runtime(), folder, clock=time.monotonic, preload=("contraflow.buffer.service",))
+    try:
+        section = Section(groups_per_step=GROUPS_PER_STEP, max_age=1)
+        buffer = await runtime.start(
+            "buffer", make_buffer, buffer=section, folder=str(folder / "run"), resume_step=None, threaded=True
+        )
+        return await _payloads(lambda method, *given: buffer.call(CALL_S, method, *given), steps)
+    finally:
+        await runtime.close()
+
+
+async def _payloads(ask: Callable[..., Awaitable[Any]], steps: int) -> tuple[float, int]:
     made, total, took = episodes(tokens=TOKENS, routes=True), 0, 0.0
     for step in range(steps):
-        tickets = [await buffer.admit(1.0) for _ in range(GROUPS_PER_STEP)]
+        tickets = [await ask(Buffer.admit, 1.0) for _ in range(GROUPS_PER_STEP)]
         groups = [group_of(ticket, made, step) for ticket in tickets]
         total += sum(nbytes(encode(group)) for group in groups)
         began = time.perf_counter()
-        await asyncio.gather(*(buffer.put(group) for group in groups))
-        take = await buffer.take(step, 1.0)
-        await buffer.fetch(take.groups)
-        await buffer.trained(step, Version(0, step + 1))
+        await asyncio.gather(*(ask(Buffer.put, group) for group in groups))
+        take = await ask(Buffer.take, step, 1.0)
+        await ask(Buffer.fetch, take.groups)
+        await ask(Buffer.trained, step, Version(0, step + 1))
         took += time.perf_counter() - began
-        await buffer.served(Version(0, step + 1))
-    await buffer.close()
+        await ask(Buffer.served, Version(0, step + 1))
     return took, total
 
 
 def beside(place: Path, binary: Path, *, steps: int, rounds: int, groups: int) -> list[dict[str, Any]]:
-    """The ledger and a Redis stream on one disk, in turns: MB/s of payloads, and groups a second of events alone."""
+    """The buffer and a Redis stream, each in a process of its own on one disk, in turns; events too."""
     made = episodes(tokens=TOKENS, routes=True)
     numbers = [range(step * GROUPS_PER_STEP, (step + 1) * GROUPS_PER_STEP) for step in range(steps)]
     sent = [[group_of(Ticket(group=n, attempt=1, line=0), made, 0) for n in step] for step in numbers]
@@ -111,8 +134,8 @@ def beside(place: Path, binary: Path, *, steps: int, rounds: int, groups: int) -
     speeds: dict[str, list[float]] = {}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory(dir=place) as folder:
-            took, of_ledger = asyncio.run(durable(Path(folder), steps))
-        speeds.setdefault("ledger", []).append(of_ledger / took / 1e6)
+            took, of_ledger = asyncio.run(apart(Path(folder), steps))
+        speeds.setdefault("buffer in a process of its own", []).append(of_ledger / took / 1e6)
         for fsync in ("always", "everysec"):
             with _redis(place, binary, fsync) as listening:
                 took = redis_stream.payloads(listening, sent)
@@ -168,7 +191,9 @@ def main() -> None:
     parser.add_argument("--place", type=Path, default=Path("."), help="a folder on the disk to measure")
     parser.add_argument("--redis", type=Path, default=redis_stream.find(), help="a redis-server to run beside it")
     parser.add_argument("--rounds", type=int, default=3, help="of ledger and Redis in turns")
+    parser.add_argument("--note", default="", help="what else a reader should know, such as who else used the machine")
     options = parser.parse_args()
+    load = os.getloadavg()
     rows: list[dict[str, Any]] = []
     for groups in options.groups:
         with tempfile.TemporaryDirectory(dir=options.place) as folder:
@@ -201,7 +226,8 @@ def main() -> None:
         )
     for row in rows:
         print(row)
-    write("control_plane", rows, **facts)
+    name = "control_plane" if options.redis is None else "control_plane_redis"
+    write(name, rows, load_at_start=load, note=options.note, **facts)
 
 
 if __name__ == "__main__":
