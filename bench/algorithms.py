@@ -17,6 +17,13 @@ from bench.record import RESULTS, write
 RECIPE = "recipes/tiny_cpu.toml"
 WANTED = 0.75
 ALGORITHMS: dict[str, Settings] = {
+    "ppo": {
+        "loss.advantages": '"gae"',
+        "critic.learning_rate": "1e-3",
+        "critic.warmup_steps": "4",
+        "critic.trace": "0.95",
+        "train.updates": "2",
+    },
     "grpo": {},
     "dr_grpo": {
         "loss.advantages": '"dr_grpo"',
