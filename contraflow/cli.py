@@ -13,6 +13,7 @@ import typer
 from contraflow.errors import ContraflowError
 
 INTERRUPTED = 130  # what shells give a command that Ctrl-C ended
+ALARMED = 3  # an alarm of the run ended it
 
 app = typer.Typer(
     help="Asynchronous reinforcement learning for Mixture-of-Experts language models.",
@@ -65,7 +66,7 @@ def run(
         view.end(outcome.told(place))
     typer.echo(f"wrote {write_report(place)}")
     if outcome.stopped:
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(ALARMED if outcome.because else INTERRUPTED)
 
 
 @app.command()

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from contraflow.algo.lengths import length_record
+from contraflow.alarms import Alarms
 from contraflow.buffer.service import Buffer
 from contraflow.config import Recipe
 from contraflow.errors import CarrierError, DeadlineExceeded, TrainingError, WorkerDied
@@ -57,6 +57,7 @@ class Loop:
         self.newest: Manifest = system.manifest
         self.served: dict[str, Version] = {}
         self.progress = Progress(system.first_step, note=system.note)
+        self._alarms = Alarms(recipe.alarms)
         self._stop = asyncio.Event()
         self._admitted: asyncio.Queue[Ticket] = asyncio.Queue()
         self._playing: dict[str, set[Ticket]] = {}  # by worker; two attempts at a group may overlap
@@ -86,7 +87,7 @@ class Loop:
         except BaseExceptionGroup as failures:
             raise _first(failures) from None
         progress = self.progress
-        return Outcome(progress.steps, progress.accuracy, self._stop.is_set(), progress.model)
+        return Outcome(progress.steps, progress.accuracy, self._stop.is_set(), progress.model, progress.because)
 
     async def ask(self) -> None:
         """Consumes free tickets, produces admitted groups."""
@@ -291,8 +292,7 @@ class Loop:
                 raise
 
     async def _take(self, step: int) -> Take:
-        wait_s = self._patience_s
-        return await self.system.buffer.call(wait_s + GRACE_S, Buffer.take, step, wait_s)
+        return await self.system.buffer.call(self._patience_s + GRACE_S, Buffer.take, step, self._patience_s)
 
     async def _train(self, take: Take) -> StepReport:
         deadline_s = self.recipe.train.step_deadline_s
@@ -304,14 +304,19 @@ class Loop:
         assert report is not None, "rank 0 answers for all"
         await self.system.buffer.call(CALL_S, Buffer.trained, take.step, report.manifest.version)
         self.progress.count(report)
-        self._record(
-            "step", **{k: v for k, v in msgspec.structs.asdict(report).items() if k not in ("manifest", "lengths")}
-        )
-        self._record(
-            "lengths", step=report.step, **length_record(self.progress.posed, self.progress.trained, self.progress.cut)
-        )
+        self._record("step", **report.record())
+        self._record("lengths", step=report.step, **self.progress.lengths())
+        self._heed_alarms(report)
         await self._note(newest=report.manifest)
         return report
+
+    def _heed_alarms(self, report: StepReport) -> None:
+        for heard in self._alarms.hear(report):
+            self._record("alarm", step=report.step, **heard._asdict())
+            self.progress.note = heard.text
+            if heard.sound == "stop":
+                self.progress.because = heard.text
+                self.stop()
 
     async def _rest(self, name: str) -> None:
         with suppress(WorkerDied):  # `mourn` hears of it

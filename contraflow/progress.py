@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from contraflow.algo.lengths import Lengths
+from contraflow.algo.lengths import Lengths, length_record
 from contraflow.train.report import StepReport
 
 
@@ -19,11 +19,13 @@ class Outcome(msgspec.Struct, frozen=True):
     accuracy: float
     stopped: bool
     model: str = ""  # folder of the last cut's model, readable by transformers; of a run that came to its end
+    because: str = ""  # the alarm that stopped it
 
     def told(self, folder: Path) -> str:
         """The outcome in a line or two."""
         if self.stopped:
-            return f"stopped after {self.steps} steps; go on with: contraflow resume {folder}"
+            why = f"{self.because}\n" if self.because else ""
+            return f"{why}stopped after {self.steps} steps; go on with: contraflow resume {folder}"
         looked = f", held-out accuracy {self.accuracy:.3f}" if self.accuracy >= 0 else ""
         return f"done: {self.steps} steps{looked}; the model is {self.model}"
 
@@ -44,6 +46,12 @@ class Progress:
     posed: Lengths = field(default_factory=Lengths)  # of episodes whose groups came to an end, in this life of the run
     trained: Lengths = field(default_factory=Lengths)
     cut: int = 0  # episodes that were not finished by their deadline
+
+    because: str = ""  # the alarm that stopped the run
+
+    def lengths(self) -> dict[str, object]:
+        """See `length_record`."""
+        return length_record(self.posed, self.trained, self.cut)
 
     def count(self, report: StepReport) -> None:
         """A step is done."""

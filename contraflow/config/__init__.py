@@ -4,6 +4,7 @@ Takes a file and overrides, gives a checked `Recipe` or a `ConfigError` that nam
 and the nearest name. Does not import torch, start anything, or derive one section from another.
 """
 
+from contraflow.config.alarms import Alarms
 from contraflow.config.base import Compute, Section
 from contraflow.config.critic import Critic
 from contraflow.config.engine import Engine, Parallel
@@ -17,6 +18,7 @@ from contraflow.config.server import Server
 from contraflow.config.sft import Chat, NewModel, Sft, SftRecipe
 
 __all__ = [
+    "Alarms",
     "Buffer",
     "Chat",
     "Compute",

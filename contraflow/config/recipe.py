@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from contraflow.config.alarms import Alarms
 from contraflow.config.base import Compute, Count, Decay, Device, Seconds, Section, Share
 from contraflow.config.critic import Critic
 from contraflow.config.engine import Engine, Parallel
@@ -172,6 +173,7 @@ class Recipe(Section):
     critic: Critic = Critic()
     train: Train = Train()
     weights: Weights = Weights()
+    alarms: Alarms = Alarms()
     runtime: Runtime = Runtime()
 
     @model_validator(mode="after")

@@ -18,6 +18,7 @@ import torch
 
 from contraflow import config
 from contraflow.algo.drift import age_report
+from contraflow.algo.repetition import repeated_share
 from contraflow.cuts import CutSpace
 from contraflow.model.decoder import Decoder
 from contraflow.model.folder import read_config
@@ -319,6 +320,7 @@ def _report(
         parts=_part_means(usable),
         trained_tokens=versions_N.numel(),
         lengths=tuple(int(episode.trained.sum()) for episode in usable),
+        repetition=_mean([repeated_share(episode.tokens[episode.trained]) for episode in usable]),
         age_mean=ages.mean,
         age_max=ages.high,
         seconds=seconds,

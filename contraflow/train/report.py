@@ -3,6 +3,8 @@
 Does not compute anything. Shape letters: M MoE layers, E experts.
 """
 
+from typing import Any
+
 import msgspec
 
 from contraflow.types import Manifest
@@ -29,6 +31,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     updates: int  # applied in this step
     trained_tokens: int  # of one pass over the take
     lengths: tuple[int, ...] = ()  # sampled tokens of each episode that was trained
+    repetition: float = 0.0  # share of repeated 4-grams in what was sampled, mean over episodes that did not fail
     loss: float  # mean over the updates, as are the numbers below
     kl: float  # k3 estimate to the reference model; 0 without one
     balance: float  # load-balancing loss of the router before its weight; 0 when it has none
@@ -39,6 +42,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     clipped_low: float  # share of tokens whose gradient the lower, the upper clip removed
     clipped_high: float
     behaviour_kl: float  # k3 estimate of KL(behaviour, new)
+    ratio_effective: float = 0.0  # effective sample size over sample size, of these ratios as weights
     effective: float = 0.0  # effective sample size over sample size, of the weights that corrections gave
     corrected: dict[str, float] = {}  # share of tokens that each correction masked, or held at a bound
     grad_norm: float  # before clipping
@@ -58,6 +62,10 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     values_version: int = -1  # n of the version whose critic gave those; -1 without one
     expert_loads: tuple[tuple[int, ...], ...]  # [M][E] tokens given to each expert, over all updates
     seconds: dict[str, float]  # of this step, by cause
+
+    def record(self) -> dict[str, Any]:
+        """What metrics.jsonl has of it."""
+        return {k: v for k, v in msgspec.structs.asdict(self).items() if k not in ("manifest", "lengths")}
 
 
 class TrainReport(msgspec.Struct, frozen=True):

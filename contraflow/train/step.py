@@ -14,7 +14,7 @@ from torch import Tensor
 
 from contraflow import config
 from contraflow.algo.corrections import effective_share
-from contraflow.algo.drift import ratio_report
+from contraflow.algo.drift import log_ratio, ratio_report
 from contraflow.errors import ConfigError, TrainingError
 from contraflow.model.decoder import Decoder
 from contraflow.telemetry import Account
@@ -46,6 +46,7 @@ class Numbers(NamedTuple):
     clipped_low: float = 0.0
     clipped_high: float = 0.0
     behaviour_kl: float = 0.0
+    ratio_effective: float = 0.0
     effective: float = 0.0
     corrected: dict[str, float] = {}  # noqa: RUF012
     grad_norm: float = 0.0
@@ -227,6 +228,7 @@ class TrainStep:
             clipped_low=ratios.clipped_low,
             clipped_high=ratios.clipped_high,
             behaviour_kl=ratios.kl,
+            ratio_effective=effective_share(log_ratio(logprobs_N, behaviour_N).exp()),
             effective=effective_share(weights_N),
             corrected={name: float(row_N.mean()) for name, row_N in zip(names, touched, strict=True)},
             grad_norm=_mean(update.applied.grad_norm for update in done),

@@ -278,6 +278,7 @@ def _troubles(by_kind: Mapping[str, Sequence[Record]]) -> str:
             f"{sum(r['episodes'] for r in moved)} episodes were finished from where they had been broken off:"
             f" {sum(r['tokens'] for r in moved)} tokens were not sampled again"
         )
+    lines += [r["text"] for r in by_kind.get("alarm", [])]
     lines += [f"step {r['step']}: not applied: {r['fault']}" for r in by_kind.get("step", []) if not r["applied"]]
     lines += [
         f"version {r['version']['n']} refused: {r['reason']}" for r in by_kind.get("refresh", []) if not r["served"]
