@@ -4,7 +4,7 @@ Takes the episodes of the group as far as they came, gives the part that is wort
 
 Prompt and environment have to be fed to the other engine in any case, so only sampled tokens count: moved, they are
 fed at the price of prefill; begun anew, they are sampled again. What a move costs besides is a few tokens' time: that
-is `rollout.continue_from`.
+is `rollout.continue_from` (bench/moving.py).
 """
 
 from collections.abc import Sequence
