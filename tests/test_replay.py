@@ -125,6 +125,25 @@ def test_payloads_that_were_let_go_are_an_error_that_says_so(copied: Copied) -> 
         again(folder, "line-0-step-3")
 
 
+@pytest.mark.parametrize("trunk", ["own", "shared"])
+def test_a_critic_is_trained_again_with_its_policy(tiny_moe: Path, tmp_path: Path, trunk: str) -> None:
+    env = tmp_path / "turns.py"
+    env.write_text(TURNS)
+    recipe = recipe_of(
+        tiny_moe,
+        **KEEP,
+        engine=NATIVE,
+        env={"name": f"{env}:ThreeTurns"},
+        rollout={"max_new_tokens": 12, "max_turns": 3},
+        reward={"parts": {f"{env}:letters": 1.0}},
+        buffer={**PAYLOADS, "no_signal": "keep"},
+        loss={"advantages": "gae"},
+        critic={"trunk": trunk, "unit": "turn", "warmup_steps": 1},
+    )
+    run(recipe, tmp_path / "run")
+    assert again(tmp_path / "run")[0] == 2
+
+
 @pytest.mark.parametrize(
     "parallel",
     [

@@ -105,19 +105,27 @@ class Critic:
     def look(self, samples: Sequence[Sample], *, version: int) -> list[Sample]:
         """Each sample with the values of its states, by the critic as it stands: that of `version`. Collective.
 
-        A truncated one also has that of the state after its last token.
+        A truncated one also has that of the state after its last token, if `critic.truncated` asks for it.
         """
         if not samples:
             return []
-        longer = [_with_state_after(sample, routed=self.shared) for sample in samples]
+        free = [one if self.shared else msgspec.structs.replace(one, routes=None, routed=None) for one in samples]
+        asked = [self._goes_on(sample) for sample in samples]
+        longer = [_with_state_after(one) if more else one for one, more in zip(free, asked, strict=True)]
         nothing_S = np.zeros(len(samples), np.float32)  # nobody's share of a loss
         bins, batches = packed(longer, nothing_S, self._train.tokens_per_batch, self._crew.team.shares)
         mine, feds = self._crew.feeds(batches, self.head.weight.device)
         answers = [scored.values_N for scored in self._crew.passes.scored(feds)]
         found = list(samples)
         for place, values_L in by_sample(bins, batches, self._crew.everywhere(batches, mine, answers)):
-            found[place] = _valued(samples[place], values_L, version)
+            length, last = samples[place].tokens.size, float(values_L[-1]) if asked[place] else 0.0
+            found[place] = msgspec.structs.replace(
+                samples[place], values=values_L[:length], bootstrap=last, valued=version
+            )
         return found
+
+    def _goes_on(self, sample: Sample) -> bool:
+        return sample.truncated and self.section.truncated == "bootstrap"
 
     def clear(self) -> None:
         """Forget gradients."""
@@ -159,27 +167,18 @@ class Critic:
         )
 
 
-def _with_state_after(sample: Sample, *, routed: bool) -> Sample:
-    """The sample for a look at its values. A truncated one is asked for one state more, that after its last token: it
-    gets one token more, which is never fed, so what it is does not matter."""
-    free = sample if routed else msgspec.structs.replace(sample, routes=None, routed=None)
-    if not sample.truncated:
-        return free
+def _with_state_after(sample: Sample) -> Sample:
+    """The sample, asked for one state more, that after its last token: it gets one token more, which is never fed, so
+    what it is does not matter."""
     more: dict[str, Any] = {
         name: np.append(of, of.dtype.type(0))
         for name in ("tokens", "behaviour", "advantages", "versions", "proximal", "reference")
-        if (of := getattr(free, name)) is not None
+        if (of := getattr(sample, name)) is not None
     }
-    if free.routes is not None and free.routed is not None:
-        more["routes"] = np.concatenate([free.routes, np.zeros_like(free.routes[:1])])
-        more["routed"] = np.append(free.routed, False)
-    return msgspec.structs.replace(free, mask=np.append(free.mask, True), **more)
-
-
-def _valued(sample: Sample, values_L: Float32, version: int) -> Sample:
-    last = float(values_L[-1]) if sample.truncated else 0.0
-    length = sample.tokens.size
-    return msgspec.structs.replace(sample, values=values_L[:length], bootstrap=last, valued=version)
+    if sample.routes is not None and sample.routed is not None:
+        more["routes"] = np.concatenate([sample.routes, np.zeros_like(sample.routes[:1])])
+        more["routed"] = np.append(sample.routed, False)
+    return msgspec.structs.replace(sample, mask=np.append(sample.mask, True), **more)
 
 
 def _column(of_T: Float32 | None, batch: Batch) -> Tensor:

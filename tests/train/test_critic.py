@@ -104,6 +104,16 @@ def test_values_are_those_of_one_sequence_at_a_time_and_a_cut_off_one_has_one_mo
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
+def test_where_the_budget_is_an_end_nothing_is_worth_more_behind_it(trunk):
+    _, critic, _ = parts(config.Critic(trunk=trunk, truncated="end"))
+    _, longer, _ = parts(config.Critic(trunk=trunk))
+    given = drawn(7)
+    for one, other in zip(critic.look(given, version=3), longer.look(given, version=3), strict=True):
+        assert one.bootstrap == 0.0
+        assert one.values == pytest.approx(other.values, abs=1e-5)
+
+
+@pytest.mark.parametrize("trunk", TRUNKS)
 @pytest.mark.parametrize("tree", [MIXTURE, DENSE], ids=["mixture", "dense"])
 def test_the_gradient_is_that_of_finite_differences(trunk, tree):
     section = config.Critic(trunk=trunk, clip=0.0, whiten=False, weight=1.0)

@@ -154,6 +154,14 @@ def test_replayed_experts_are_told_where_there_were_any() -> None:
     assert "Without recorded experts: 7 tokens" in alone
 
 
+def test_a_critic_is_told_of_where_there_was_one() -> None:
+    assert ">Critic<" not in page("r", "", run_records(), [])
+    told = {"critic_updates": 2, "value_loss": 0.0625, "explained_variance": -0.5, "value_clipped": 0.1}
+    made = page("r", "", [step_record(step, **told) for step in range(3)], [])
+    assert ">Critic<" in made
+    assert "explained variance" in made
+
+
 def test_a_run_that_wrote_nothing_yet_has_a_page() -> None:
     assert "nothing recorded" in page("run", "", [], [])
 
