@@ -164,6 +164,39 @@ def sft(
         typer.echo(line)
 
 
+@app.command("reward-model")
+def reward_model(
+    recipe: Annotated[
+        Path, typer.Argument(help="a recipe (TOML), such as recipes/rlhf_reward_model.toml", show_default=False)
+    ],
+    folder: Annotated[Path, typer.Argument(help="where the reward model is written")],
+    overrides: Overrides = None,
+) -> None:
+    """Train a reward model from preferences: pairs of a file, or made by the recipe's own rule."""
+    from contraflow.config import load_reward_recipe
+    from contraflow.train.reward_model import make_reward_model
+
+    for line in make_reward_model(load_reward_recipe(recipe, overrides or []), folder):
+        typer.echo(line)
+
+
+@app.command()
+def preferences(
+    recipe: Annotated[
+        Path, typer.Argument(help="a recipe (TOML), such as recipes/rlhf_reward_model.toml", show_default=False)
+    ],
+    out: Annotated[Path, typer.Argument(help="JSON lines: those to learn from, then the held-out ones")],
+    overrides: Overrides = None,
+) -> None:
+    """Write the preferences that a recipe's rule makes, to be looked at or changed."""
+    from contraflow.config import load_reward_recipe
+    from contraflow.train.preferences import write_preferences
+    from contraflow.train.reward_model import preferences_of
+
+    pairs, held_out = preferences_of(load_reward_recipe(recipe, overrides or []))
+    typer.echo(f"wrote {out}: {write_preferences([*pairs, *held_out], out)} pairs, the last {len(held_out)} held out")
+
+
 @app.command(name="eval")
 def evaluate(
     model: Annotated[Path, typer.Argument(help="a model folder, builtin:NAME, or a run's folder", show_default=False)],

@@ -44,6 +44,10 @@ class JudgeError(RewardError):
         self.text = text
 
 
+class ScorerError(RewardError):
+    """A reward model gave no reward: late, dead for too long, or it could not read what it was given. One episode."""
+
+
 class EngineError(ContraflowError):
     """An engine could not answer a request, such as a prompt longer than its context."""
 

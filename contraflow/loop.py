@@ -30,7 +30,7 @@ from contraflow.progress import Outcome, Progress
 from contraflow.rollout.worker import RolloutWorker
 from contraflow.runtime.base import OWNER, Ref
 from contraflow.saving import Saver
-from contraflow.system import System
+from contraflow.system import SCORER, System
 from contraflow.telemetry import Clock, Journal
 from contraflow.train.worker import StepReport, Trainer
 from contraflow.types import Manifest, Take, Ticket, Version
@@ -197,17 +197,21 @@ class Loop:
         self.progress.accuracies.append(report.accuracy)
 
     async def mourn(self, tending: dict[str, asyncio.Task[None]], tasks: asyncio.TaskGroup) -> None:
-        """Consumes deaths. A rollout worker is replaced and its groups posed again; any other death ends the run."""
+        """Consumes deaths. A rollout worker is replaced and its groups posed again, the reward model started again;
+        any other death ends the run."""
         while True:
             death = await self.system.runtime.next_death()
             heard, name = self.clock(), self.system.role_of(death.worker)
             self._record("death", worker=death.worker, detail=death.detail)
             self.progress.note = str(death)
-            if name not in tending or self._deaths.get(name, 0) >= MAX_DEATHS:
+            if name not in (*tending, SCORER) or self._deaths.get(name, 0) >= MAX_DEATHS:
                 raise death
             self._deaths[name] = self._deaths.get(name, 0) + 1
-            await self._clear(name, tending, "worker_died")
-            await self._start_again(name, tending, tasks)
+            if name == SCORER:
+                await self.system.start_scorer()
+            else:
+                await self._clear(name, tending, "worker_died")
+                await self._start_again(name, tending, tasks)
             self._record("replaced", worker=name, seconds=round(self.clock() - heard, 3))
 
     async def heed(self, tending: dict[str, asyncio.Task[None]], tasks: asyncio.TaskGroup) -> None:
@@ -357,11 +361,7 @@ class Loop:
         return min(self.system.rollouts)
 
     async def _note(
-        self,
-        *,
-        newest: Manifest | None = None,
-        served: tuple[str, Version] | None = None,
-        gone: str = "",
+        self, *, newest: Manifest | None = None, served: tuple[str, Version] | None = None, gone: str = ""
     ) -> None:
         async with self.changed:
             self.served.pop(gone, None)

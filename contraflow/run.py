@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from contraflow.buffer.counts import Counts
 from contraflow.buffer.service import Buffer
 from contraflow.config import Recipe
@@ -103,6 +105,8 @@ class _Life:
                 system.note = f"started again since {self.because}; {system.note}"
                 took = round(clock() - asked, 3)
                 journal.write({"kind": "restart", "at": round(clock(), 3), "seconds": took, "because": self.because})
+            if system.scored_by is not None:
+                journal.write({"kind": "scorer", "at": round(clock(), 3), **msgspec.to_builtins(system.scored_by)})
             loop = Loop(system, self._recipe, journal=journal, clock=clock)
             watcher = Watcher(loop, journal, clock)
             running, heeding = asyncio.ensure_future(loop.run()), asyncio.ensure_future(self._heed(loop, journal))

@@ -11,7 +11,7 @@ import secrets
 import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,11 +19,13 @@ from typing import Any, TextIO
 from contraflow.beginning import Beginning, begin
 from contraflow.buffer.service import Buffer, make_buffer
 from contraflow.config import Engine, Recipe, Train, recipe_toml
-from contraflow.errors import ConfigError, ContraflowError, RunFolderError
+from contraflow.errors import ConfigError, ContraflowError, RunFolderError, WorkerDied
 from contraflow.model.builtin import model_folder
 from contraflow.model.folder import read_config
 from contraflow.parallel.devices import check_device, first_gpu, visible_gpus, worker_setting
 from contraflow.parallel.layout import check_fit
+from contraflow.rewards.model import MODEL
+from contraflow.rewards.scorer import Scorer, ScorerReport, make_scorer
 from contraflow.rollout.intake import Route
 from contraflow.rollout.open_served import check_servers
 from contraflow.rollout.preflight import check_tasks
@@ -38,6 +40,7 @@ from contraflow.weights.memory import shared_folder, sweep
 
 START_S = 120.0  # loading a model on a cold machine
 BF16_TOLERANCE = 0.05  # measured: bf16 moves log-probabilities by 0.006 in the mean; single tokens of a model by more
+SCORER = "reward-model"  # its process
 BUFFERED = ("nvlink", "deepep")  # forms of dispatch whose memory is made once, for tokens of one dtype
 LOSSY_TOLERANCE = 0.05  # of the probe: below it, rounding that differs between trainer and engine fails the proof
 PRELOAD = ("torch", "contraflow.rollout.worker", "contraflow.train.worker")  # imported once, then forked
@@ -58,6 +61,8 @@ class System:
     writer: str  # of cuts, this start's own
     rollouts: dict[str, Ref[RolloutWorker]] = field(default_factory=dict)
     note: str = ""  # what a person should know about how it started
+    scorer: Ref[Scorer] | None = None  # of the reward model
+    scored_by: ScorerReport | None = None  # which it is, as it said when it was started
     starts: Counter[str] = field(default_factory=Counter)  # of rollout workers, by name
 
     async def start_rollout(self, name: str) -> None:
@@ -74,6 +79,7 @@ class System:
             seed=recipe.run.seed,
             buffer=self.buffer.address,
             stepping="inline" if recipe.runtime.kind == "inline" else "thread",
+            scorer=None if self.scorer is None else self.scorer.address,
         )
         if recipe.weights.in_parts:
             plan["route"] = await self._route_to(name)
@@ -84,6 +90,20 @@ class System:
             self.rollouts[name] = gang.refs[0]
             mates = tuple(ref.address for ref in gang.refs[1:])
             await self.rollouts[name].call(START_S, RolloutWorker.lead, mates)
+
+    async def start_scorer(self) -> None:
+        """Start the reward model's process, or start it again after its death; rollout workers learn where it is."""
+        section, before = self.recipe.reward.model, self.scored_by
+        self.scorer = await self.runtime.start(SCORER, make_scorer, section=section)
+        self.scored_by = found = await self.scorer.call(START_S, Scorer.report)
+        if before is not None and found.digest != before.digest:
+            raise ConfigError(
+                f"reward.model.folder = {section.folder!r} was changed while the run went on: {before.digest} is now "
+                f"{found.digest}; rewards of two models do not compare"
+            )
+        for rollout in self.rollouts.values():
+            with suppress(WorkerDied):  # the loop hears of it, and starts it anew
+                await rollout.call(START_S, RolloutWorker.meet_scorer, self.scorer.address)
 
     async def stop_rollout(self, name: str) -> str:
         """See rollout worker `name` out; what went wrong as it closed, which keeps nobody."""
@@ -306,6 +326,8 @@ async def _start(recipe: Recipe, folder: Path, runtime: Runtime, at: Beginning, 
     manifest = (await trainer.call(START_S, Trainer.publish, at.step))[0]
     assert manifest is not None, "rank 0 answers for all"
     system = System(recipe, folder, runtime, line, at.step, buffer, trainer, manifest, at.writer, note=at.note)
+    if MODEL in recipe.reward.parts:
+        await system.start_scorer()
     for rank in range(recipe.rollout.workers):
         await system.start_rollout(f"rollout-{rank}")
     system.note = "; ".join(filter(None, [system.note, *await _forms(system)]))

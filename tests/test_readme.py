@@ -14,10 +14,13 @@ import typer
 from pydantic import BaseModel
 
 from contraflow.cli import app
-from contraflow.config import Recipe, SftRecipe, load_recipe, load_sft_recipe
+from contraflow.config import Recipe, RewardRecipe, SftRecipe, load_recipe, load_reward_recipe, load_sft_recipe
 from contraflow.model.builtin import SHIPPED, model_folder
-from contraflow.model.folder import load_folder
+from contraflow.model.folder import copy_companions, load_folder
+from contraflow.model.reward import RewardModel, Scale, save_reward_model
 from contraflow.model.tokenizer import Tokenizer
+from contraflow.model.value import ValueHead
+from contraflow.rewards.model import MODEL
 from contraflow.rollout.preflight import check_tasks
 
 ROOT = Path(__file__).parent.parent
@@ -41,7 +44,7 @@ def test_every_path_that_is_named_exists(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_setting_that_is_named_exists(page: Path) -> None:
-    sections = {**SftRecipe.model_fields, **Recipe.model_fields}
+    sections = {**RewardRecipe.model_fields, **SftRecipe.model_fields, **Recipe.model_fields}
     for text in code(page):
         section, _, key = text.partition(" ")[0].partition(".")
         if section in sections and re.fullmatch(r"[a-z_]+", key) and not text.endswith((".py", ".md", ".toml")):
@@ -84,20 +87,33 @@ def test_the_shipped_model_is_small_sparse_and_readable_by_others() -> None:
     assert load_folder(folder).config.vocab >= Tokenizer.load(folder).size
 
 
+def untrained_reward_model(folder: Path) -> Path:
+    start = model_folder("builtin:tiny-moe")
+    decoder = load_folder(start)
+    save_reward_model(RewardModel(decoder, ValueHead(decoder.config.dim)), Scale(mean=0.0, std=1.0), folder)
+    copy_companions(start, folder)
+    return folder
+
+
 async def _checked(recipe: Recipe) -> None:
     await check_tasks(recipe, model_folder(recipe.model.folder))
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda p: p.name)
-def test_every_recipe_can_be_started(path: Path) -> None:
+def test_every_recipe_can_be_started(path: Path, tmp_path: Path) -> None:
     import asyncio
 
     if path.name == "reasoning_gym.toml":
         pytest.importorskip("reasoning_gym")
     if path.name.endswith("_sft.toml"):
         load_sft_recipe(path)
+    elif path.name.endswith("_reward_model.toml"):
+        load_reward_recipe(path)
     else:
-        asyncio.run(_checked(load_recipe(path)))
+        recipe = load_recipe(path)
+        if MODEL in recipe.reward.parts:  # which a reader makes first
+            recipe = load_recipe(path, [f"reward.model.folder={untrained_reward_model(tmp_path)}"])
+        asyncio.run(_checked(recipe))
 
 
 def test_recipes_of_benchmarks_are_read() -> None:
@@ -145,6 +161,7 @@ def test_every_setting_is_explained_with_its_default() -> None:
         ("engine", "server"),
         ("train", "parallel"),
         ("reward", "judge"),
+        ("reward", "model"),
         ("reward", "sandbox"),
     ):
         sections[f"{name}.{nested}"] = sections[name].pop(nested)

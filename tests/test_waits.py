@@ -19,6 +19,7 @@ REASONS: dict[str, dict[str, set[str]]] = {
     # The owner is whoever called the worker: every call has a deadline, at which what it runs is cancelled.
     "inside a call, which its caller's deadline cancels": {
         "buffer/service.py": {"_kept: await kept"},
+        "rewards/scorer.py": {"score: await answer"},
         "rollout/desk.py": {"next: self._inbox.get"},
         "rollout/fleet.py": {"ready: asyncio.wait", "pick: asyncio.wait"},
         "rollout/flight.py": {"reading: asyncio.wait"},

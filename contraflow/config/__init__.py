@@ -11,11 +11,19 @@ from contraflow.config.engine import Engine, Parallel
 from contraflow.config.judge import Judge
 from contraflow.config.launch import Launch
 from contraflow.config.loss import Loss
-from contraflow.config.reading import check_recipe, check_section, load_recipe, load_sft_recipe, recipe_toml
+from contraflow.config.preference import Preferences, RewardTraining, Scorer
+from contraflow.config.reading import (
+    check_recipe,
+    check_section,
+    load_recipe,
+    load_reward_recipe,
+    load_sft_recipe,
+    recipe_toml,
+)
 from contraflow.config.recipe import Buffer, Env, Model, Recipe, Reward, Rollout, Run, Runtime, Train, Weights
 from contraflow.config.sandbox import Sandbox
 from contraflow.config.server import Server
-from contraflow.config.sft import Chat, NewModel, Sft, SftRecipe
+from contraflow.config.sft import Chat, NewModel, RewardRecipe, Sft, SftRecipe
 
 __all__ = [
     "Alarms",
@@ -31,12 +39,16 @@ __all__ = [
     "Model",
     "NewModel",
     "Parallel",
+    "Preferences",
     "Recipe",
     "Reward",
+    "RewardRecipe",
+    "RewardTraining",
     "Rollout",
     "Run",
     "Runtime",
     "Sandbox",
+    "Scorer",
     "Section",
     "Server",
     "Sft",
@@ -46,6 +58,7 @@ __all__ = [
     "check_recipe",
     "check_section",
     "load_recipe",
+    "load_reward_recipe",
     "load_sft_recipe",
     "recipe_toml",
 ]

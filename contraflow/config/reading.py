@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from contraflow.config.base import Section
 from contraflow.config.recipe import Recipe
-from contraflow.config.sft import SftRecipe
+from contraflow.config.sft import RewardRecipe, SftRecipe
 from contraflow.errors import ConfigError
 
 R = TypeVar("R", bound=Section)
@@ -28,6 +28,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 def load_sft_recipe(path: Path, overrides: Sequence[str] = ()) -> SftRecipe:
     """The same for a recipe that makes a model by supervised training."""
     return _check(SftRecipe, _read(path, overrides))
+
+
+def load_reward_recipe(path: Path, overrides: Sequence[str] = ()) -> RewardRecipe:
+    """The same for a recipe that makes a reward model from preferences."""
+    return _check(RewardRecipe, _read(path, overrides))
 
 
 def check_section(kind: type[R], tree: Mapping[str, Any]) -> R:

@@ -10,6 +10,7 @@ from contraflow.config.critic import Critic
 from contraflow.config.engine import Engine, Parallel
 from contraflow.config.judge import Judge
 from contraflow.config.loss import Loss
+from contraflow.config.preference import Scorer
 from contraflow.config.sandbox import Sandbox
 
 
@@ -52,6 +53,7 @@ class Reward(Section):
     correct: str = "correct"  # the part that says whether an answer is right; held-out accuracy is its mean
     sandbox: Sandbox = Sandbox()  # where `math`, `code` and `code_share` run programs
     judge: Judge = Judge()  # who is asked by the part `judge`
+    model: Scorer = Scorer()  # the reward model that is asked by the part `model`
 
 
 class Rollout(Section):
@@ -298,6 +300,11 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _judges_have_time(self) -> Self:
         judge_s, step_s = self.reward.judge.deadline_s, self.env.step_deadline_s
+        if "model" in self.reward.parts and step_s < self.reward.model.deadline_s:
+            raise ValueError(
+                f"env.step_deadline_s = {step_s:g} with reward.model.deadline_s = {self.reward.model.deadline_s:g}:"
+                " rewards are given up after env.step_deadline_s; raise the one or lower the other"
+            )
         if "judge" in self.reward.parts and step_s < judge_s:
             raise ValueError(
                 f"env.step_deadline_s = {step_s:g} with reward.judge.deadline_s = {judge_s:g}: rewards are given up"

@@ -1,11 +1,12 @@
-"""Sections of a recipe that makes a model by supervised training."""
+"""Sections of a recipe that makes a model by supervised training; of one that makes a reward model, the whole."""
 
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from contraflow.config.base import Compute, Count, Decay, Device, Section, Share
-from contraflow.config.recipe import Env
+from contraflow.config.preference import Preferences, RewardTraining
+from contraflow.config.recipe import Env, Model
 
 
 class NewModel(Section):
@@ -63,3 +64,12 @@ class SftRecipe(Section):
         if self.chat.file and not self.model.folder:
             raise ValueError("chat.file is for a model that has a tokenizer: set model.folder")
         return self
+
+
+class RewardRecipe(Section):
+    """How to make a reward model from preferences."""
+
+    model: Model = Model()
+    env: Env = Env()
+    preferences: Preferences = Preferences()
+    reward_model: RewardTraining = RewardTraining()

@@ -12,11 +12,13 @@ from contraflow.rewards.code import CodePart
 from contraflow.rewards.judge import open_judge
 from contraflow.rewards.math import MathPart, open_math_sandbox
 from contraflow.rewards.mix import Mix, Slow
-from contraflow.rewards.rules import correct, partial, score, tool, well_formed
+from contraflow.rewards.model import MODEL, InPlace
+from contraflow.rewards.rules import correct, even, partial, score, tool, well_formed
 from contraflow.rewards.sandbox.pool import Sandbox
 
 PARTS: dict[str, Part] = {
     "correct": correct,
+    "even": even,
     "format": well_formed,
     "partial": partial,
     "score": score,
@@ -52,19 +54,22 @@ def make_mix(
     judge: config.Judge | None = None,
     correct_part: str = "correct",
     sandbox: config.Sandbox | None = None,
+    model: Part | None = None,
 ) -> Mix:
     """The weighted parts a recipe names: each one of `PARTS` or `RUNNING`, `judge`, or the user's own `module:PART` or
     `file.py:PART`.
 
     `judge` says whom the part of that name asks; its key is read from the environment here. `sandbox` says where parts
-    run programs. `correct` is always measured, by the part that `correct_part` names; what is not in `weights` weighs
-    nothing.
+    run programs; `model` is the part of that name. `correct` is always measured, by the part that `correct_part` names;
+    what is not in `weights` weighs nothing.
     Raises: ConfigError for an unknown part, one that is no function, a weight that is not finite, or all of them 0.
     """
     names = dict.fromkeys(["correct", *weights, correct_part])
     known: dict[str, Part] = dict(PARTS)
     if "judge" in names:
         known["judge"] = open_judge(judge or config.Judge(), os.environ, time.monotonic)
+    if model is not None:
+        known[MODEL] = model
     opened = {name: RUNNING[name](sandbox or config.Sandbox()) for name in names if name in RUNNING}
     known |= {name: part for name, (part, _) in opened.items()}
     closed = {name: RUNNING[name] for name in RUNNING if name not in opened}  # known, so that they can be hinted at
@@ -81,9 +86,15 @@ def make_mix(
     )
 
 
-def open_mix(section: config.Reward) -> Mix:
-    """The mix of a recipe's `[reward]`. Raises: ConfigError as `make_mix`."""
-    return make_mix(section.parts, judge=section.judge, correct_part=section.correct, sandbox=section.sandbox)
+def open_mix(section: config.Reward, *, model: Part | None = None) -> Mix:
+    """The mix of a recipe's `[reward]`. The part `model` is computed in place unless one is given.
+
+    Raises: ConfigError as `make_mix`; ModelError when the reward model's folder does not hold one.
+    """
+    if MODEL in section.parts and model is None:
+        model = InPlace(section.model)
+    judge, correct_part, sandbox = section.judge, section.correct, section.sandbox
+    return make_mix(section.parts, judge=judge, correct_part=correct_part, sandbox=sandbox, model=model)
 
 
 def _slow(sandboxes: list[Sandbox], judge_s: float) -> Slow | None:

@@ -1,4 +1,4 @@
-"""Reward parts that are rules over text. Each is pure and gives a number in [0, 1]."""
+"""Reward parts that are rules over text. Each is pure and gives a number, in [0, 1] but for `even`."""
 
 import re
 
@@ -56,3 +56,14 @@ def tool(task: Task, transcript: Transcript) -> float:
     answers = [said.text for said in transcript.turns if said.role == "env"]
     refused = task.facts.get("refused")
     return sum(text != refused for text in answers) / max(len(answers), 1)
+
+
+def even(task: Task, transcript: Transcript) -> float:
+    """A tenth for each even digit among the first six characters, less a tenth for every other one: `2844` 0.4.
+
+    Between -0.6 and 0.6 for an answer of six characters, less for each further one. A taste, stated so that what was
+    learned from preferences can be checked; it does not look at the reference.
+    """
+    answer = transcript.answer
+    liked = sum(char in "02468" for char in answer[:6])
+    return (2 * liked - len(answer)) / 10

@@ -16,6 +16,7 @@ from contraflow.envs.draws import derive_seed
 from contraflow.errors import ContraflowError, EngineError, ModelError, RewardError, TaskError
 from contraflow.model.tokenizer import Tokenizer
 from contraflow.rewards.base import Said, Transcript
+from contraflow.rewards.model import Asked
 from contraflow.rollout.draft import Draft, joined
 from contraflow.rollout.engine import Engine
 from contraflow.rollout.guard import Guard
@@ -55,6 +56,7 @@ class Stage:
     guard: Guard
     limits: Limits
     table: "Table | None" = None  # where outside programs play, if they do
+    asked: Asked | None = None  # the reward part that asks a process of its own, if there is one
 
 
 async def play(task: Task, stage: Stage, draft: Draft, *, key: str, group: str) -> Episode:

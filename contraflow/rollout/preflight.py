@@ -14,6 +14,7 @@ from contraflow.errors import ConfigError, ModelError, RewardError, TaskError
 from contraflow.model.tokenizer import Tokenizer
 from contraflow.rewards.base import Said, Transcript
 from contraflow.rewards.mix import Mix
+from contraflow.rewards.model import MODEL, Unasked
 from contraflow.rewards.registry import open_mix
 from contraflow.rollout.episode import Limits
 from contraflow.rollout.guard import Guard, make_guard
@@ -25,7 +26,8 @@ async def check_tasks(recipe: Recipe, folder: Path, *, tasks: int = 8) -> None:
 
     Raises: ConfigError (unknown or broken environment or reward, a task that cannot be played), ModelError (tokenizer).
     """
-    env, mix = make_env(recipe.env.name, recipe.env.options), open_mix(recipe.reward)
+    model = Unasked(recipe.reward.model) if MODEL in recipe.reward.parts else None
+    env, mix = make_env(recipe.env.name, recipe.env.options), open_mix(recipe.reward, model=model)
     tokenizer, limits = Tokenizer.load(folder), Limits.of(recipe.rollout, recipe.engine)
     for task in await check_reference(env, mix, tasks, deadline_s=recipe.env.step_deadline_s):
         _check_room(task, tokenizer, limits)

@@ -19,6 +19,7 @@ from contraflow.envs.draws import derive_seed
 from contraflow.envs.registry import make_env
 from contraflow.errors import EngineError, PayloadError, RewardError, TaskError
 from contraflow.model.tokenizer import Tokenizer
+from contraflow.rewards.model import Asked
 from contraflow.rewards.registry import open_mix
 from contraflow.rollout.episode import Limits, Stage, broken_episode
 from contraflow.rollout.examine import Exam, examine, judge
@@ -154,6 +155,11 @@ class RolloutWorker:
         """Learn where the other ranks of this worker's engine answer: before the first `refresh`."""
         if self._parts is not None:
             self._parts.meet(mates)
+
+    async def meet_scorer(self, address: Address) -> None:
+        """Learn where the reward model answers, after it was started again."""
+        if self._stage.asked is not None:
+            self._stage.asked.meet(address)
 
     async def refresh(self, manifest: Manifest) -> RefreshReport:
         """Bring the engine to a version. Raises: CarrierError, DeadlineExceeded; it then serves what it served."""
@@ -304,19 +310,18 @@ def make_rollout_worker(  # noqa: PLR0913 - the sections of a recipe that are th
     stepping: Literal["thread", "inline"] = "thread",
     rendezvous: Rendezvous | None = None,
     route: "Route | None" = None,
+    scorer: Address | None = None,
 ) -> RolloutWorker:
     """A worker that serves nothing until its first `refresh`. `stepping` "inline" keeps everything on one thread.
 
     `rendezvous`: where the other ranks of its engine are, if there are any. `route`: where its weights come from, if
-    each rank is sent its own part. Raises: ConfigError, ModelError; with a `route` DeadlineExceeded.
+    each rank is sent its own part. `scorer`: where the reward model answers, if there is one.
+    Raises: ConfigError, ModelError; with a `route` DeadlineExceeded.
     """
     world = make_env(env.name, env.options)
-    guard = make_guard(
-        world,
-        open_mix(reward),
-        deadline_s=env.step_deadline_s,
-        context_tokens=engine.context_tokens,
-    )
+    asked = None if scorer is None else Asked(reward.model, host.connect, host.clock, first=scorer)
+    mix = open_mix(reward, model=asked)
+    guard = make_guard(world, mix, deadline_s=env.step_deadline_s, context_tokens=engine.context_tokens)
     tokenizer = Tokenizer.load(Path(model_folder))
     if engine.served:
         opened, expected, pupil = open_served_engine(engine, Path(model_folder), Path(run_folder), host)
@@ -340,7 +345,9 @@ def make_rollout_worker(  # noqa: PLR0913 - the sections of a recipe that are th
         deadline_s=env.step_deadline_s,
         sign=Path(run_folder) / f"sessions-{host.name}.url",
     )
-    stage = Stage(engine=opened, tokenizer=tokenizer, guard=guard, limits=Limits.of(rollout, engine), table=table)
+    stage = Stage(
+        engine=opened, tokenizer=tokenizer, guard=guard, limits=Limits.of(rollout, engine), table=table, asked=asked
+    )
     ref = host.connect(buffer)
     return RolloutWorker(stage, refresher, ref, rollout=rollout, seed=seed, clock=host.clock, pupil=pupil, parts=parts)
 
