@@ -6,6 +6,7 @@ looks like is `openai.py`.
 """
 
 import asyncio
+import hmac
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -204,7 +205,8 @@ class Desk:
         return Reply(body=completion_body(given, chat=chat, with_ids=wish.with_ids or isinstance(spoken, Ids)))
 
     async def _fetch(self, ask: Ask, token: str) -> Reply:
-        if ask.method != "POST" or token != self._fetch_key:
+        known = not self._fetch_key or hmac.compare_digest(token.encode(), self._fetch_key.encode())
+        if ask.method != "POST" or not known:
             raise Refused(401, "no_key", "fetch an episode by POST /sessions, with its key as the bearer token")
         wait_s = ask.body.get("wait_s", 0.0) if isinstance(ask.body, dict) else 0.0
         if not isinstance(wait_s, int | float) or not 0 <= wait_s <= _LONGEST_POLL_S:

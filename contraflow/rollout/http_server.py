@@ -95,6 +95,8 @@ class HttpServer:
                 for part in (answering, gone):
                     part.cancel()
                 await asyncio.gather(answering, gone, return_exceptions=True)
+            if not answering.cancelled():
+                answering.result()  # what a handler raises is a fault of ours: asyncio logs it
         except (OSError, EOFError, TimeoutError, h11.RemoteProtocolError):
             pass  # whoever asked has gone, or spoke no HTTP: there is nobody to tell
         except asyncio.CancelledError:
@@ -145,8 +147,11 @@ async def _read(protocol: h11.Connection, reader: asyncio.StreamReader, max_byte
         else:
             raise EOFError("the connection closed")
     assert head is not None, "an end comes after a beginning"
-    target = urlsplit(head.target.decode())
-    headers = {name.decode().lower(): value.decode() for name, value in head.headers}
+    headers = {name.decode().lower(): value.decode("latin-1") for name, value in head.headers}
+    try:
+        target = urlsplit(head.target.decode())
+    except ValueError:
+        return Reply(400, {"error": {"message": "the request's path is none", "code": "no_such_path"}})
     try:
         parsed = json.loads(body or b"null")
     except (ValueError, RecursionError):

@@ -75,9 +75,13 @@ def read_completion(body: Any, *, temperature: float) -> tuple[Text | Ids, Wish]
 def read_reward(body: Any) -> float:
     """The number in `{"reward": 0.5}`. Raises: TaskError."""
     reward = body.get("reward") if isinstance(body, dict) else None
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise TaskError(f"reward = {reward!r}: send {{'reward': NUMBER}}")
-    return float(reward)
+    try:
+        number = float(reward) if isinstance(reward, int | float) and not isinstance(reward, bool) else math.nan
+    except OverflowError:  # JSON's whole numbers have no end
+        number = math.inf
+    if not math.isfinite(number):
+        raise TaskError(f"reward = {str(reward)[:80]!r}: send {{'reward': NUMBER}}, finite")
+    return number
 
 
 def completion_body(answer: "Answer", *, chat: bool, with_ids: bool) -> dict[str, Any]:

@@ -36,13 +36,15 @@ async def program(
         yield
         leave_s = _LEAVE_S
     finally:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), leave_s)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.wait([watching, reading], timeout=_KILL_S)  # what cannot be killed is left to the kernel
-        watching.cancel()
-        reading.cancel()
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), leave_s)
+        finally:  # whoever plays may be cancelled in that moment, too
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.wait([watching, reading], timeout=_KILL_S)  # what cannot be killed is left to the kernel
+            watching.cancel()
+            reading.cancel()
 
 
 async def _started(

@@ -279,7 +279,7 @@ def test_a_prompt_that_is_none_is_refused(lab_of, prompt):
     assert lab.run(harness).error == ""
 
 
-@pytest.mark.parametrize("reward", [None, "1", float("inf"), True, [1]])
+@pytest.mark.parametrize("reward", [None, "1", float("inf"), 10**400, True, [1]])
 def test_a_reward_that_is_no_number_is_refused(lab_of, reward):
     lab = lab_of()
 
@@ -407,11 +407,11 @@ def test_strangers_get_nothing(lab_of, monkeypatch):
 def test_a_request_that_is_too_large_or_no_json_is_refused(lab_of):
     lab = lab_of({"max_request_bytes": 2048})
 
-    async def raw(client, body):
+    async def raw(client, body, path="/v1/chat/completions", more=b""):
         host, port = client.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        writer.write(head.encode() + more + b"\r\n" + body)
         status = (await reader.readline()).split()[1]
         writer.close()
         return int(status)
@@ -421,6 +421,8 @@ def test_a_request_that_is_too_large_or_no_json_is_refused(lab_of):
         assert await raw(client, b"[" * 2000) == 400
         assert await raw(client, b"\xff\xfe") == 400
         assert await raw(client, b" " * 4096) == 413
+        assert await raw(client, b"{}", path="http://[") == 400
+        assert await raw(client, b"{}", more=b"X-Name: caf\xe9\r\n") == 401
         await chat(client, path, [user("x")])
         await client.post(f"{path}/reward", {"reward": 1})
 
@@ -486,6 +488,46 @@ def test_a_program_that_is_not_there_is_named(lab_of):
     assert "'/no/such/program' does not start" in lab_of({"command": ["/no/such/program"]}).run().error
 
 
+def ends(pid):
+    try:
+        held = os.pidfd_open(pid)
+    except ProcessLookupError:  # gone already
+        return True
+    try:
+        return bool(select.select([held], [], [], 10)[0])
+    finally:
+        os.close(held)
+
+
+def test_a_program_ends_with_an_episode_that_is_cancelled_while_it_may_still_leave(lab_of, tmp_path):
+    told = tmp_path / "told"
+    os.mkfifo(told)
+    command = program(
+        tmp_path,
+        f"""
+        import time
+        post("/chat/completions", {{"messages": [{{"role": "user", "content": "x"}}]}})
+        post("/reward", {{"reward": 1}})
+        open({str(told)!r}, "w").write(str(os.getpid()))
+        time.sleep(60)
+        """,
+    )
+    lab = lab_of({"command": command}, deadline_s=20.0)
+
+    async def main():
+        playing = asyncio.create_task(lab.play())
+        async with asyncio.timeout(30):
+            pid = int(await asyncio.to_thread(told.read_text))  # its reward is in: it has a moment to end by itself
+        playing.cancel()
+        await asyncio.wait([playing], timeout=10)
+        await lab.table.close()
+        return playing.cancelled(), pid
+
+    cancelled, pid = asyncio.run(main())
+    assert cancelled
+    assert ends(pid), "the program lives on"
+
+
 def test_children_of_a_program_end_with_the_episode(lab_of, tmp_path):
     command = program(
         tmp_path,
@@ -498,13 +540,7 @@ def test_children_of_a_program_end_with_the_episode(lab_of, tmp_path):
         """,
     )
     assert lab_of({"command": command}, deadline_s=20.0).run().error == ""
-    pid = int((tmp_path / "pid").read_text())
-    try:
-        held = os.pidfd_open(pid)
-    except ProcessLookupError:  # gone already
-        return
-    assert select.select([held], [], [], 10)[0], "the child lives on"
-    os.close(held)
+    assert ends(int((tmp_path / "pid").read_text())), "the child lives on"
 
 
 @pytest.mark.parametrize(
