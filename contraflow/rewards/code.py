@@ -58,10 +58,10 @@ class CodePart:
         if transcript.stop is not StopReason.STOP:
             return 0.0
         passed = 0
-        for passes in self._verdicts(source, cases):
-            if not passes and not self._share:
+        for right in self._verdicts(source, cases):
+            if not right and not self._share:
                 return 0.0
-            passed += passes
+            passed += right
         return passed / len(cases)
 
     def _verdicts(self, source: str, cases: tuple[Case, ...]) -> Iterator[bool]:

@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from contraflow.rewards.sandbox.room import seen
 _ROOT = Path(__file__).parents[3]
 _OPEN_S = 60.0  # from starting a cell to its first word; a busy disk imports slowly
 _GRACE_S = 10.0  # beyond a program's own deadline: then it is the cell that hangs
+_KILL_S = 5.0  # for a killed cell to be gone
 _CPU_SLACK_S = 0.3  # the kernel counts ticks where it ends a process, and the time itself where it reports it
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _MAIN = (
@@ -185,7 +187,8 @@ class _Cell:
     def close(self) -> None:
         self._channel.close()
         self._process.kill()
-        self._process.wait()
+        with suppress(subprocess.TimeoutExpired):  # what cannot be killed is left to the kernel
+            self._process.wait(timeout=_KILL_S)
 
     def _receive(self, deadline_s: float) -> dict[str, Any]:
         self._channel.settimeout(deadline_s)
