@@ -115,6 +115,8 @@ def test_overrides_reach_into_sections(tmp_path: Path) -> None:
             "weights.dtype = 'float8' with 2 trainer ranks and weights.carrier = 'memory'",
         ),
         ({"weights": {"full_every": 0}}, "weights.full_every = 0: input should be greater than or equal to 1"),
+        ({"loss": {"overlong": [64, 64]}}, "overlong = [64, 64]: the second length is where 1 is lost, and greater"),
+        ({"reward": {"correct": "judge"}}, "env.step_deadline_s = 10 with reward.judge.deadline_s = 60"),
         ({"train": {"routing": "r3"}}, "train.routing = 'r3' with engine.routes = false: no experts would come"),
         ({"train": {"betas": [1.5, 0.9]}}, "train.betas.0 = 1.5: input should be less than 1"),
         ({"train": {"learning_rate": float("inf")}}, "train.learning_rate = inf: input should be a finite number"),

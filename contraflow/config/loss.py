@@ -49,8 +49,11 @@ class Loss(Section):
                 f"kl_in = 'reward' with advantages = {self.advantages!r}: these compare whole episodes and know no "
                 "rewards of tokens; use kl_in = 'loss', or 'reinforce++_baseline'"
             )
-        if self.overlong[1] < self.overlong[0]:
-            raise ValueError(f"overlong = {list(self.overlong)}: the second length is where 1 is lost, and not less")
+        if self.overlong != (0, 0) and self.overlong[1] <= self.overlong[0]:
+            raise ValueError(
+                f"overlong = {list(self.overlong)}: the second length is where 1 is lost, and greater than the first;"
+                " [0, 0] for none"
+            )
         return self
 
     @property

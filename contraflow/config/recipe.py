@@ -299,15 +299,11 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _judges_have_time(self) -> Self:
-        judge_s, step_s = self.reward.judge.deadline_s, self.env.step_deadline_s
-        if "model" in self.reward.parts and step_s < self.reward.model.deadline_s:
-            raise ValueError(
-                f"env.step_deadline_s = {step_s:g} with reward.model.deadline_s = {self.reward.model.deadline_s:g}:"
-                " rewards are given up after env.step_deadline_s; raise the one or lower the other"
-            )
-        if "judge" in self.reward.parts and step_s < judge_s:
-            raise ValueError(
-                f"env.step_deadline_s = {step_s:g} with reward.judge.deadline_s = {judge_s:g}: rewards are given up"
-                " after env.step_deadline_s, so a judge would be cut off; raise the one or lower the other"
-            )
+        reward, step_s = self.reward, self.env.step_deadline_s
+        for name, deadline_s in (("judge", reward.judge.deadline_s), ("model", reward.model.deadline_s)):
+            if name in (*reward.parts, reward.correct) and step_s < deadline_s:
+                raise ValueError(
+                    f"env.step_deadline_s = {step_s:g} with reward.{name}.deadline_s = {deadline_s:g}: rewards are given"
+                    " up after env.step_deadline_s, so it would be cut off; raise the one or lower the other"
+                )
         return self
