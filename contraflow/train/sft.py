@@ -29,7 +29,7 @@ from contraflow.parallel.devices import DTYPES, check_device, device_of, enter_d
 from contraflow.rewards.base import Said
 from contraflow.telemetry import Account, Clock
 from contraflow.train.batcher import pack
-from contraflow.train.chat import Rows, read_rows
+from contraflow.train.chat import Rows, read_rows, sample_of
 from contraflow.train.forward import Reading, feed, score_hidden
 from contraflow.train.optimizer import Optimizer
 from contraflow.train.update import Updater
@@ -127,14 +127,7 @@ def encode(example: Example, tokenizer: Tokenizer) -> Sample:
         mask += [said.role == "model"] * len(ids)
     if not any(mask[1:]) or mask[0]:
         raise ModelError(f"example {list(example)!r} must begin with a prompt and hold something for the model to say")
-    length = len(tokens)
-    return Sample(
-        tokens=np.array(tokens, np.int32),
-        mask=np.array(mask, np.bool_),
-        behaviour=np.zeros(length, np.float32),
-        advantages=np.zeros(length, np.float32),
-        versions=np.full(length, -1, np.int32),
-    )
+    return sample_of(tokens, mask)
 
 
 def answered(task: Task) -> Example:
