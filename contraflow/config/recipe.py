@@ -303,7 +303,7 @@ class Recipe(Section):
         for name, deadline_s in (("judge", reward.judge.deadline_s), ("model", reward.model.deadline_s)):
             if name in (*reward.parts, reward.correct) and step_s < deadline_s:
                 raise ValueError(
-                    f"env.step_deadline_s = {step_s:g} with reward.{name}.deadline_s = {deadline_s:g}: rewards are given"
-                    " up after env.step_deadline_s, so it would be cut off; raise the one or lower the other"
+                    f"env.step_deadline_s = {step_s:g} with reward.{name}.deadline_s = {deadline_s:g}: rewards are"
+                    " given up after env.step_deadline_s, so it would be cut off; raise the one or lower the other"
                 )
         return self
