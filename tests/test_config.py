@@ -151,7 +151,7 @@ def test_a_missing_recipe_and_broken_toml_are_named(tmp_path: Path) -> None:
 def test_knobs_stay_few() -> None:
     """Every knob is one more thing to explain; this number moves only on purpose."""
     knobs = sum(len(section.annotation.model_fields) for section in Recipe.model_fields.values())
-    assert knobs <= 127
+    assert knobs <= 145
 
 
 def test_a_recipe_that_makes_a_model_is_checked_by_the_same_rules(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ class Critic(Section):
     discount: Share = 1.0  # gamma, by token or by turn
     trace: Share = 0.95  # lambda of GAE
     unit: Literal["token", "turn"] = "token"  # what one action is
-    truncated: Literal["bootstrap", "end"] = "bootstrap"  # what an episode that the budget cut off was still worth
+    truncated: Literal["bootstrap", "end"] = "end"  # what an episode that the budget cut off was still worth
     whiten: bool = True  # advantages less their mean, over their spread, over all trained tokens of a take
     weight: Annotated[float, Field(ge=0)] = 0.1  # of the value loss in a shared trunk's gradient
 

@@ -91,7 +91,7 @@ def same(one, two):
 
 @pytest.mark.parametrize("trunk", TRUNKS)
 def test_values_are_those_of_one_sequence_at_a_time_and_a_cut_off_one_has_one_more(trunk):
-    policy, critic, _ = parts(config.Critic(trunk=trunk))
+    policy, critic, _ = parts(config.Critic(trunk=trunk, truncated="bootstrap"))
     given = drawn(7)
     for one in critic.look(given, version=3):
         with torch.no_grad():
@@ -106,7 +106,7 @@ def test_values_are_those_of_one_sequence_at_a_time_and_a_cut_off_one_has_one_mo
 @pytest.mark.parametrize("trunk", TRUNKS)
 def test_where_the_budget_is_an_end_nothing_is_worth_more_behind_it(trunk):
     _, critic, _ = parts(config.Critic(trunk=trunk, truncated="end"))
-    _, longer, _ = parts(config.Critic(trunk=trunk))
+    _, longer, _ = parts(config.Critic(trunk=trunk, truncated="bootstrap"))
     given = drawn(7)
     for one, other in zip(critic.look(given, version=3), longer.look(given, version=3), strict=True):
         assert one.bootstrap == 0.0
