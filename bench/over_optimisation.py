@@ -39,7 +39,7 @@ def main() -> None:
         with ThreadPoolExecutor(options.jobs) as threads:
             runs = list(threads.map(lambda w: learn(w, options.steps, model, Path(scratch) / f"kl-{w:g}"), weights))
     rows = [{"kl_weight": weight, **point} for weight, run in zip(weights, runs, strict=True) for point in run]
-    write("over_optimisation", rows, reward_model=told[-2:])
+    write("over_optimisation", rows, reward_model=[line.rpartition("reward_model: ")[2] for line in told[-2:]])
     (RESULTS / "over_optimisation.svg").write_text(drawing(rows), encoding="utf-8")
     for row in rows:
         print("   ".join(f"{key} {value:.4g}" for key, value in row.items()))
