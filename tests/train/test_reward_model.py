@@ -4,6 +4,7 @@ import torch
 
 from contraflow import config
 from contraflow.errors import ConfigError, ModelError, TrainingError
+from contraflow.model.attention import PackedPlan
 from contraflow.model.decoder import new_decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.folder import save_folder
@@ -80,6 +81,14 @@ def test_rows_give_the_same_scores_one_by_one_and_together():
         together = model(rows)
         alone = torch.cat([model([row]) for row in rows])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=0)
+
+
+def test_a_score_is_the_head_s_word_on_the_last_token_and_no_other():
+    model, row = fresh(), [3, 9, 4, 11, 1]
+    with torch.no_grad():
+        hidden_TD = model.decoder(torch.tensor(row), torch.arange(5), PackedPlan.of([0, 5]))
+        expected = hidden_TD[4].double() @ model.head.weight.double() + model.head.bias.double()
+        torch.testing.assert_close(model([[7, 8], row])[1:].double(), expected, atol=1e-5, rtol=0)
 
 
 def test_an_update_is_the_same_in_many_passes_as_in_one():
