@@ -177,6 +177,7 @@ class Watcher:
                 "rollout_tokens": rollout_tokens,
                 "train_tokens": train_tokens,
                 "groups": groups,
+                "solve_rates": {kind: round(rate, 4) for kind, rate in counts.solve_rates.items()},
                 "placed": {
                     name: {
                         "times": engine.placed,

@@ -78,6 +78,7 @@ class System:
             run_folder=str(self.folder),
             seed=recipe.run.seed,
             buffer=self.buffer.address,
+            kind_by=recipe.buffer.curriculum.by,
             stepping="inline" if recipe.runtime.kind == "inline" else "thread",
             scorer=None if self.scorer is None else self.scorer.address,
         )

@@ -159,6 +159,7 @@ def test_every_setting_is_explained_with_its_default() -> None:
         ("engine", "parallel"),
         ("engine", "launch"),
         ("engine", "server"),
+        ("buffer", "curriculum"),
         ("train", "parallel"),
         ("reward", "judge"),
         ("reward", "model"),

@@ -28,6 +28,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
     tickets_free: int
     tickets_busy: int
     oldest_age: int
+    solve_rates: dict[str, float] = {}  # by kind of task, where there is a curriculum
     due: int = 0  # to be trained again, by the steps that took them before a restart
 
     @property

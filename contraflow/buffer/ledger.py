@@ -20,7 +20,7 @@ from contraflow.errors import LedgerError, RunFolderError
 from contraflow.types import Version
 
 FILE = "ledger.sqlite"
-SCHEMA = 2
+SCHEMA = 3
 BATCH = 256
 TABLES = (
     # `shared`: the newest n such that version n of the history before is the same version of this one (opening.py).
@@ -31,12 +31,15 @@ TABLES = (
     "CREATE TABLE payloads(group_id INTEGER NOT NULL, attempt INTEGER NOT NULL, line INTEGER NOT NULL,"
     " oldest INTEGER NOT NULL, newest INTEGER NOT NULL, segment TEXT NOT NULL, start INTEGER NOT NULL,"
     " length INTEGER NOT NULL, digest BLOB NOT NULL, PRIMARY KEY(group_id, attempt))",
+    "CREATE TABLE rates(id INTEGER PRIMARY KEY, group_id INTEGER NOT NULL, attempt INTEGER NOT NULL,"
+    " kind TEXT NOT NULL, rate REAL NOT NULL)",
 )
 INSERT = (
     "INSERT INTO events(line, kind, group_id, attempt, step, version_line, version_n, reason) VALUES (?,?,?,?,?,?,?,?)"
 )
 HANDED_BACK = "handed_back"  # reason of a `waiting` whose payload is what the next attempt goes on from
 KEEP = "INSERT INTO payloads VALUES (?,?,?,?,?,?,?,?,?)"
+MEASURE = "INSERT INTO rates(group_id, attempt, kind, rate) VALUES (?,?,?,?)"
 
 
 class Kind(StrEnum):
@@ -53,6 +56,13 @@ class Kind(StrEnum):
     REFUSED = "refused"  # somebody reported on an attempt that is not running; nothing changed
 
 
+class Solved(msgspec.Struct, frozen=True, kw_only=True):
+    """How often the task of a group was solved, and of what kind it was; outlives the payload."""
+
+    kind: str
+    rate: float
+
+
 class Event(msgspec.Struct, frozen=True):
     """One line of a group's history."""
 
@@ -64,6 +74,7 @@ class Event(msgspec.Struct, frozen=True):
     reason: str = ""  # counted by what stands before a colon
     newest: Version | None = None  # of its tokens, where `place` is given
     place: Place | None = None  # of its payload, whole or handed back, which is synced by then
+    solved: Solved | None = None  # what was measured of it
 
 
 class Ledger:
@@ -112,6 +123,7 @@ class Ledger:
         with self._fenced():
             self._db.executemany(INSERT, (event_row(self._line, event) for event in self._pending))
             self._db.executemany(KEEP, (_payload_row(each) for each in self._pending if each.place is not None))
+            self._db.executemany(MEASURE, (_rate_row(each) for each in self._pending if each.solved is not None))
             if cut is not None:
                 self._db.execute("INSERT OR IGNORE INTO cuts VALUES (?, ?)", (self._line, cut))
         self._pending.clear()
@@ -224,3 +236,8 @@ def _payload_row(event: Event) -> tuple[int, int, int, int, int, str, int, int, 
         place.length,
         place.digest,
     )
+
+
+def _rate_row(event: Event) -> tuple[int, int, str, float]:
+    assert event.solved is not None, "asked before"
+    return event.group, event.attempt, event.solved.kind, event.solved.rate

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from contraflow.buffer.ledger import FILE, INSERT, Ledger, check_schema, connect, event_row, transaction
+from contraflow.buffer.ledger import FILE, INSERT, Ledger, Solved, check_schema, connect, event_row, transaction
 from contraflow.buffer.salvage import ALL, Keep, Kept, Salvage, shared_with
 from contraflow.errors import LedgerError, RunFolderError
 
@@ -19,7 +19,8 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
 
     `waiting` are to be posed again (with the last attempt made), `due` to be trained again by the steps from `step` on,
     `ready` wait for the steps after these. `left` is what there is of groups of `waiting` to go on from. `fresh` is the
-    first index never posed, `segments` the files that rows name.
+    first index never posed, `segments` the files that rows name. `solved` is what was measured of groups, in
+    order, whatever became of them.
     """
 
     line: int
@@ -30,6 +31,7 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     due: tuple[tuple[Kept, ...], ...] = ()
     left: tuple[Kept, ...] = ()
     segments: frozenset[str] = frozenset()
+    solved: tuple[Solved, ...] = ()
 
 
 def open_ledger(
@@ -93,6 +95,9 @@ def _open_line(db: sqlite3.Connection, path: Path, resume_step: int | None, keep
         due=tuple(salvage.due),
         left=tuple(salvage.left),
         segments=frozenset(name for (name,) in db.execute("SELECT DISTINCT segment FROM payloads")),
+        solved=tuple(
+            Solved(kind=kind, rate=rate) for kind, rate in db.execute("SELECT kind, rate FROM rates ORDER BY id")
+        ),
     )
 
 

@@ -87,6 +87,11 @@ class Buffer:
         self._ledger.make_room()
         return await self._until(self._store.pose, wait_s, owner="ask", cause=self._store.why_no_ticket)
 
+    async def wanted(self, group: int, attempt: int, kind: str) -> bool:
+        """Whether the curriculum wants a task of this kind sampled; a group that it does not want ends here."""
+        self._ledger.make_room()
+        return self._store.wanted(group, attempt, kind)
+
     async def started(self, group: int, attempt: int, version: Version) -> Group | None:
         """The first token is about to be sampled by `version`; gives what an earlier attempt has left to go on from.
 

@@ -14,7 +14,8 @@ from typing import Any
 from contraflow import config
 from contraflow.buffer.accounts import Accounts
 from contraflow.buffer.counts import Counts
-from contraflow.buffer.ledger import HANDED_BACK, Event, Kind
+from contraflow.buffer.curriculum import Curriculum
+from contraflow.buffer.ledger import HANDED_BACK, Event, Kind, Solved
 from contraflow.buffer.opening import Opening
 from contraflow.buffer.salvage import Kept
 from contraflow.buffer.segments import Place
@@ -54,6 +55,7 @@ class Store:
         self.tickets = Tickets(section.tickets, served=opening.step)  # a line's first version is that of its first step
         self._window = Window.of(section)
         self._keep_no_signal = section.no_signal == "keep"
+        self._curriculum = Curriculum(section.curriculum, opening.solved)
         self._first = opening.step
         self._waiting = list(opening.waiting)  # a heap of (group, last attempt)
         self._left = {kept.group: _entry(kept) for kept in opening.left}  # of waiting groups, what is there of them
@@ -84,6 +86,16 @@ class Store:
         self._running[group] = entry
         self._record(Event(Kind.POSED, group, entry.attempt))
         return Ticket(group=group, attempt=entry.attempt, line=self.line)
+
+    def wanted(self, group: int, attempt: int, kind: str) -> bool:
+        """Whether an attempt at a task of this kind is to be sampled; if not, it is dropped. What is begun goes on."""
+        entry = self._find(group, attempt)
+        if entry is None or entry.left is not None:
+            return entry is not None
+        wants = self._curriculum.wants(group, kind)
+        if not wants:
+            self._drop(entry, "curriculum")
+        return wants
 
     def start(self, group: int, attempt: int, version: Version) -> Group | Kept | None:
         """The first token of an attempt is about to be sampled by `version`; gives what is there to go on from.
@@ -119,7 +131,7 @@ class Store:
             return
         entry = self._running[ticket.group]
         if kind == Kind.DROPPED:
-            self._drop(entry, reason)
+            self._drop(entry, reason, self._curriculum.measure(group))
         elif kind == Kind.WAITING:
             self._repose(entry, reason)
         else:
@@ -243,6 +255,7 @@ class Store:
             tickets_busy=self.tickets.held + self.tickets.spent,
             oldest_age=max(self.step - oldest, 0),
             due=sum(map(len, self._due)),
+            solve_rates=self._curriculum.rates(),
         )
 
     def why_no_ticket(self) -> str:
@@ -327,7 +340,8 @@ class Store:
         oldest, newest = min(versions), max(versions)
         entry.oldest, entry.newest, entry.payload = oldest.n, newest.n, payload
         self._ready[entry.group] = self._running.pop(entry.group)
-        self._record(Event(Kind.READY, entry.group, entry.attempt, version=oldest, newest=newest, place=place))
+        told: dict[str, Any] = {"newest": newest, "place": place, "solved": self._curriculum.measure(payload)}
+        self._record(Event(Kind.READY, entry.group, entry.attempt, version=oldest, **told))
 
     def _find(self, group: int, attempt: int) -> Entry | None:
         """The running attempt; any other is counted as late."""
@@ -341,10 +355,10 @@ class Store:
         self._refused[reason] += 1
         self._record(Event(Kind.REFUSED, group, attempt, reason=reason))
 
-    def _drop(self, entry: Entry, reason: str) -> None:
+    def _drop(self, entry: Entry, reason: str, solved: Solved | None = None) -> None:
         self._leave(entry)
         self._dropped[reason] += 1
-        self._record(Event(Kind.DROPPED, entry.group, entry.attempt, reason=reason))
+        self._record(Event(Kind.DROPPED, entry.group, entry.attempt, reason=reason, solved=solved))
 
     def _repose(self, entry: Entry, reason: str, **left: Any) -> None:
         """`left`: where what is there of it lies, and its versions."""

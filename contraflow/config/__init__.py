@@ -7,6 +7,7 @@ and the nearest name. Does not import torch, start anything, or derive one secti
 from contraflow.config.alarms import Alarms
 from contraflow.config.base import Compute, Section
 from contraflow.config.critic import Critic
+from contraflow.config.curriculum import Curriculum
 from contraflow.config.engine import Engine, Parallel
 from contraflow.config.judge import Judge
 from contraflow.config.launch import Launch
@@ -31,6 +32,7 @@ __all__ = [
     "Chat",
     "Compute",
     "Critic",
+    "Curriculum",
     "Engine",
     "Env",
     "Judge",

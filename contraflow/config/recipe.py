@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from contraflow.config.alarms import Alarms
 from contraflow.config.base import Compute, Count, Decay, Device, Seconds, Section, Share
 from contraflow.config.critic import Critic
+from contraflow.config.curriculum import Curriculum
 from contraflow.config.engine import Engine, Parallel
 from contraflow.config.judge import Judge
 from contraflow.config.loss import Loss
@@ -85,6 +86,7 @@ class Buffer(Section):
     no_signal: Literal["drop", "keep"] = "drop"  # groups whose episodes all earned the same
     dead_line: Literal["train", "repose"] = "train"  # groups of versions a restart undid, if young enough to train
     keep_payloads: Literal["until_cut", "all"] = "until_cut"  # of trained groups; all: they can be trained again
+    curriculum: Curriculum = Curriculum()  # which tasks are left out before they are sampled
 
     @property
     def tickets(self) -> int:

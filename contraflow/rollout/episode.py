@@ -57,6 +57,7 @@ class Stage:
     limits: Limits
     table: "Table | None" = None  # where outside programs play, if they do
     asked: Asked | None = None  # the reward part that asks a process of its own, if there is one
+    kind_by: str = ""  # the fact of a task that the buffer chooses by; empty: it wants every task
 
 
 async def play(task: Task, stage: Stage, draft: Draft, *, key: str, group: str) -> Episode:

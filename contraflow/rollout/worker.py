@@ -32,6 +32,7 @@ from contraflow.rollout.pupil import Pupil
 from contraflow.rollout.refresh import ChunkFetcher, Refresher, RefreshReport
 from contraflow.rollout.report import Drained, EvalReport, GroupSummary, RolloutReport, count_stops, summarise
 from contraflow.rollout.shift import Moves, Shift, Shifts
+from contraflow.rollout.wanted import is_wanted
 from contraflow.runtime.base import Address, Host, Ref, Rendezvous
 from contraflow.telemetry import Account, Clock
 from contraflow.types import Group, Manifest, StopReason, Task, Ticket, Version
@@ -103,6 +104,9 @@ class RolloutWorker:
                     shift.handed_back = True
                     return GroupSummary(ticket=ticket, lagging=True)
                 with self._doing("play"):
+                    if not await is_wanted(ticket, self._stage, self._buffer, deadline_s=_BUFFER_S):
+                        shift.settle()
+                        return GroupSummary(ticket=ticket)
                     version = self._serving()
                     try:
                         left = await self._buffer.call(_BUFFER_S, Buffer.started, ticket.group, ticket.attempt, version)
@@ -311,11 +315,13 @@ def make_rollout_worker(  # noqa: PLR0913 - the sections of a recipe that are th
     rendezvous: Rendezvous | None = None,
     route: "Route | None" = None,
     scorer: Address | None = None,
+    kind_by: str = "",
 ) -> RolloutWorker:
     """A worker that serves nothing until its first `refresh`. `stepping` "inline" keeps everything on one thread.
 
     `rendezvous`: where the other ranks of its engine are, if there are any. `route`: where its weights come from, if
-    each rank is sent its own part. `scorer`: where the reward model answers, if there is one.
+    each rank is sent its own part. `scorer`: where the reward model answers, if there is one. `kind_by`: see
+    `Stage`.
     Raises: ConfigError, ModelError; with a `route` DeadlineExceeded.
     """
     world = make_env(env.name, env.options)
@@ -346,7 +352,13 @@ def make_rollout_worker(  # noqa: PLR0913 - the sections of a recipe that are th
         sign=Path(run_folder) / f"sessions-{host.name}.url",
     )
     stage = Stage(
-        engine=opened, tokenizer=tokenizer, guard=guard, limits=Limits.of(rollout, engine), table=table, asked=asked
+        engine=opened,
+        tokenizer=tokenizer,
+        guard=guard,
+        limits=Limits.of(rollout, engine),
+        table=table,
+        asked=asked,
+        kind_by=kind_by,
     )
     ref = host.connect(buffer)
     return RolloutWorker(stage, refresher, ref, rollout=rollout, seed=seed, clock=host.clock, pupil=pupil, parts=parts)

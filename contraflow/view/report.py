@@ -70,6 +70,9 @@ def _facts(steps: Sequence[Record], looks: Sequence[Record], pools: Sequence[Rec
         facts += [("held-out, first → last", f"{looks[0]['accuracy']:.3f} → {looks[-1]['accuracy']:.3f}")]
     if pools:
         facts += [("groups dropped", str(_dropped(pools[-1])))]
+        skipped = pools[-1]["groups"].get("dropped: curriculum")
+        facts += [("of these not sampled, by the curriculum", str(skipped))] if skipped else []
+        facts += [(f"solve rate of {kind}", f"{rate:.2f}") for kind, rate in pools[-1].get("solve_rates", {}).items()]
     return f'<div class="facts">{"".join(f"<div><b>{escape(v)}</b><span>{k}</span></div>" for k, v in facts)}</div>'
 
 
