@@ -11,7 +11,7 @@ import pytest
 from contraflow.buffer.accounts import accounts
 from contraflow.buffer.audit import audit
 from contraflow.config import Recipe, check_recipe
-from contraflow.errors import CheckpointError, ConfigError, DeadlineExceeded, RunFolderError, WorkerDied
+from contraflow.errors import CheckpointError, ConfigError, DeadlineExceeded, RunFolderError, TaskError, WorkerDied
 from contraflow.loop import Loop, Outcome
 from contraflow.rollout.worker import RolloutWorker
 from contraflow.run import run_recipe
@@ -160,6 +160,23 @@ def test_no_policy_trains_a_token_that_is_too_old(tiny_moe: Path, tmp_path: Path
     recipe = recipe_of(tiny_moe, buffer={"expiry": expiry, "max_age": 1}, rollout={"concurrency": 3})
     run(recipe, tmp_path)
     assert max(step["age_max"] for step in steps_of(tmp_path)) <= 1
+
+
+def test_a_curriculum_leaves_tasks_out_unsampled_and_accounts_stay_exact(tiny_moe: Path, tmp_path: Path) -> None:
+    section = {"by": "kind", "low": 2.0, "high": 3.0, "keep": 0.5, "least": 2}  # nothing is ever solved that well
+    run(recipe_of(tiny_moe, run={"steps": 4}, buffer={"curriculum": section}), tmp_path)
+    seen = accounts(tmp_path)
+    assert seen.trained == 4 * 4
+    assert seen.dropped["curriculum"] > 4
+    assert seen.posed == seen.trained + sum(seen.dropped.values()) + seen.held
+    assert audit(tmp_path) == []
+
+
+def test_a_curriculum_by_a_fact_that_tasks_do_not_have_ends_the_run_with_those_they_have(
+    tiny_moe: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(TaskError, match=r"has no fact 'size'.*it has: carries, format, kind"):
+        run(recipe_of(tiny_moe, buffer={"curriculum": {"by": "size"}}), tmp_path)
 
 
 def test_groups_without_signal_are_dropped_and_counted(tiny_moe: Path, tmp_path: Path) -> None:

@@ -122,3 +122,21 @@ def test_what_is_decided_is_a_function_of_the_rates_in_order_and_kinds_do_not_mi
 def test_a_curriculum_that_cannot_work_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         config.check_recipe({"buffer": {"curriculum": wrong}})
+
+
+def test_a_kill_loses_no_group_and_the_unwritten_is_measured_again(make_group: MakeGroup, tmp_path: Path) -> None:
+    async def main() -> None:
+        killed = InlineRuntime()
+        buffer = await opened(killed, tmp_path, None)
+        await play(buffer, make_group, ["fair"] * 4 + ["hard"] * 30)  # never closed: the last batch stays unwritten
+        runtime = InlineRuntime()
+        again = await opened(runtime, tmp_path, 0)
+        counts = await again.call(5.0, Buffer.counts)
+        assert (counts.solve_rates, counts.ready, counts.dropped) == ({"fair": 0.5}, 4, {})
+        await play(again, make_group, ["hard"] * 30)
+        await runtime.close()
+        seen = accounts(tmp_path)
+        assert (seen.ready, seen.posed) == (4, 34) == (4, sum(seen.dropped.values()) + seen.held)
+        assert seen.dropped["curriculum"] > 15
+
+    asyncio.run(main())
