@@ -320,8 +320,7 @@ def make_rollout_worker(  # noqa: PLR0913 - the sections of a recipe that are th
     """A worker that serves nothing until its first `refresh`. `stepping` "inline" keeps everything on one thread.
 
     `rendezvous`: where the other ranks of its engine are, if there are any. `route`: where its weights come from, if
-    each rank is sent its own part. `scorer`: where the reward model answers, if there is one. `kind_by`: see
-    `Stage`.
+    each rank is sent its own part. `scorer`: where the reward model answers. `kind_by`: see `Stage`.
     Raises: ConfigError, ModelError; with a `route` DeadlineExceeded.
     """
     world = make_env(env.name, env.options)
@@ -351,14 +350,9 @@ def make_rollout_worker(  # noqa: PLR0913 - the sections of a recipe that are th
         deadline_s=env.step_deadline_s,
         sign=Path(run_folder) / f"sessions-{host.name}.url",
     )
+    limits = Limits.of(rollout, engine)
     stage = Stage(
-        engine=opened,
-        tokenizer=tokenizer,
-        guard=guard,
-        limits=Limits.of(rollout, engine),
-        table=table,
-        asked=asked,
-        kind_by=kind_by,
+        engine=opened, tokenizer=tokenizer, guard=guard, limits=limits, table=table, asked=asked, kind_by=kind_by
     )
     ref = host.connect(buffer)
     return RolloutWorker(stage, refresher, ref, rollout=rollout, seed=seed, clock=host.clock, pupil=pupil, parts=parts)
