@@ -15,10 +15,11 @@ MEANING = {
     " loss.clip_high or loss.entropy_weight",
     "clip_max": "share of tokens whose gradient a clip removed: updates move too far. Lower train.learning_rate,"
     " train.updates or buffer.max_age",
-    "effective_min": "effective sample size over sample size: a few tokens count for all. Lower buffer.max_age, or see"
-    " docs/mismatch.md: engine and trainer may disagree",
+    "effective_min": "effective sample size over sample size: a few tokens count for all. Lower buffer.max_age, or look"
+    " by contraflow inspect RUN --mismatch whether engine and trainer agree",
     "kl_max": "KL from the sampling to the trained policy, nats a token: samples are of another policy. Lower"
-    " train.learning_rate or buffer.max_age, or see docs/mismatch.md: engine and trainer may disagree",
+    " train.learning_rate or buffer.max_age, or look by contraflow inspect RUN"
+    " --mismatch whether engine and trainer agree",
     "repetition_max": "share of repeated 4-grams in answers: the model runs in circles. Lower train.learning_rate, or"
     " begin again from an earlier cut with loss.kl_weight above 0",
     "length_growth_max": "mean length of answers over that of the first steps: answers grow without end. Set"

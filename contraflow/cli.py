@@ -121,10 +121,14 @@ def report(folder: RunFolder) -> None:
 def inspect(
     folder: RunFolder,
     accounts: Annotated[bool, typer.Option("--accounts", help="prove it: exit code 1 if a group is not")] = False,
+    mismatch: Annotated[bool, typer.Option("--mismatch", help="where log-ratios come from, instead")] = False,
 ) -> None:
     """What happened to every group of a run: trained, dropped (why), held; read from its ledger."""
     from contraflow.view.inspect import describe, prove
+    from contraflow.view.inspect import mismatch as told
 
+    if mismatch:
+        return typer.echo(told(folder))
     typer.echo(describe(folder))
     if accounts:
         wrong = prove(folder)

@@ -33,6 +33,7 @@ from contraflow.rollout.worker import RolloutWorker, make_rollout_rank, make_rol
 from contraflow.runtime import open_runtime
 from contraflow.runtime.base import Gang, Ref, Runtime
 from contraflow.telemetry import Clock
+from contraflow.train.lab import bench_of
 from contraflow.train.learner import Place
 from contraflow.train.worker import Trainer, make_trainer
 from contraflow.types import Manifest
@@ -316,6 +317,7 @@ async def _start(recipe: Recipe, folder: Path, runtime: Runtime, at: Beginning, 
             keep_episodes=recipe.run.keep_episodes,
             resume=None if at.cut is None else at.cut.name,
             writer=at.writer,
+            bench=bench_of(recipe),
             longest=recipe.engine.context_tokens,
             critic=recipe.critic,
             threaded=recipe.runtime.kind != "inline",

@@ -26,6 +26,8 @@ class Run(Section):
     eval_temperature: Annotated[float, Field(ge=0)] = 0.0  # of these answers; 0 is greedy, which wants 1 sample
     stop_at_accuracy: Share = 0.0  # end early once held-out accuracy reaches it; 0: never
     keep_episodes: Annotated[int, Field(ge=0)] = 4  # groups a step written to episodes.jsonl for the report
+    mismatch_every: Annotated[int, Field(ge=0)] = 0  # steps between looks at where log-ratios come from; 0: never
+    mismatch_tokens: Count = 512  # sampled tokens that such a look scores again
     stall_s: Seconds = 120.0  # no wait in the loop may last longer; then the run stops and says who waited for what
     max_bad_steps: Count = 3  # steps in a row with a non-finite loss before the run stops
     restarts: Annotated[int, Field(ge=0)] = (
@@ -188,6 +190,15 @@ class Recipe(Section):
                     f"runtime.kind = 'inline' is one process, {name}.parallel has {parallel.ranks} ranks;"
                     " use runtime.kind = 'local'"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _mismatch_is_looked_at_whole(self) -> Self:
+        if self.run.mismatch_every and self.train.parallel.ranks > 1:
+            raise ValueError(
+                f"run.mismatch_every = {self.run.mismatch_every} with {self.train.parallel.ranks} trainer ranks: older"
+                " weights are put into a model that is whole on one rank; use one rank, or 0"
+            )
         return self
 
     @model_validator(mode="after")

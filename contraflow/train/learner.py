@@ -35,10 +35,11 @@ from contraflow.train.crew import open_crew
 from contraflow.train.critic import Critic
 from contraflow.train.critic_cut import Opened, load_critic, new_critic
 from contraflow.train.float8 import raised_experts
+from contraflow.train.lab import Bench, Lab
 from contraflow.train.optimizer import Optimizer
 from contraflow.train.publishing import open_publishing
 from contraflow.train.records import episode_records, write_aside
-from contraflow.train.report import StepReport
+from contraflow.train.report import Mismatch, StepReport
 from contraflow.train.routing import Replayed, check_routes, prepare_routers, replayed
 from contraflow.train.step import Beside, Outcome, TrainStep
 from contraflow.types import Episode, Group, Manifest, Take, Version
@@ -58,6 +59,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     writer: str = "alone"  # of cuts: no other start of any run has this name
     proof: config.Compute = "float32"  # the engines' precision, and so that of the log-probabilities they must give
     critic: config.Critic | None = None  # of PPO, where `loss.advantages` is `gae`
+    bench: Bench | None = None  # of looks at where log-ratios come from; None: there are none
     longest: int = 0  # tokens that a sample may have: a batch holds at least one, whatever its budget
     threaded: bool = False  # heavy work in a thread, so that calls are answered meanwhile; off where runs must repeat
 
@@ -82,8 +84,7 @@ class Learner:
     ) -> None:
         """`engine`: what versions are served by, which a carrier that sends parts must know; `cuts`: where cuts are."""
         self.account = account
-        self.steps = 0
-        self.refused = 0
+        self.steps = self.refused = 0
         self._train, self._loss, self._weights, self._place = train, loss, weights, place
         self._credit = Credit(loss.advantages, loss.overlong, loss.truncated == "train")
         self._run = Path(place.run_folder)
@@ -122,6 +123,7 @@ class Learner:
             tokens=weights.probe_tokens,
             seed=place.seed % 2**63,
         )
+        self._lab = None if place.bench is None else Lab(decoder, place.bench)
         self._loan = Loan(self._lent)
         self.moved_bytes = 0  # to the host and back, since the run began
         self.publishing = open_publishing(
@@ -173,6 +175,7 @@ class Learner:
                 check_routes(groups, self._spread.config)
             by_group = samples(groups, take.groups, self._credit)
             given = replayed(by_group, self._train.routing, self._train.missing_routes)
+            mismatch = self._examine(take.step, groups)
             outcome = self._step.run(given.by_group, step=take.step, seed=self._place.seed)
         bad_batch = ""
         if self._journal is not None:
@@ -192,6 +195,7 @@ class Learner:
             outcome,
             manifest=manifest,
             bad_batch=bad_batch,
+            mismatch=mismatch,
             seconds={cause: after[cause] - before.get(cause, 0.0) for cause in after},
         )
 
@@ -201,7 +205,17 @@ class Learner:
             with raised_experts(decoder) if self._weights.dtype == "float8" else nullcontext():
                 logprobs = self._crew.probe_logprobs(decoder, self._prompts, DTYPES[self._place.proof])
             probe = as_probe(self._prompts, logprobs, self._weights.probe_tolerance)
-            return self.publishing.publish(Version(self._place.line, n), probe)
+            version = Version(self._place.line, n)
+            if self._lab is not None:
+                self._lab.keep(version)
+            return self.publishing.publish(version, probe)
+
+    def _examine(self, step: int, groups: Sequence[Group]) -> Mismatch | None:
+        """The look before a step, where one is due: the decoder holds version `step`."""
+        if self._lab is None or step % self._lab.every:
+            return None
+        with self.account.charge("mismatch"):
+            return self._lab.examine(groups, Version(self._place.line, step))
 
     def _snapshot(self, step: int) -> Snapshot:
         cut = Cut(
@@ -300,6 +314,7 @@ def _report(
     *,
     manifest: Manifest,
     bad_batch: str,
+    mismatch: Mismatch | None,
     seconds: dict[str, float],
 ) -> StepReport:
     episodes = [episode for group in groups for episode in group.episodes]
@@ -323,6 +338,7 @@ def _report(
         repetition=_mean([repeated_share(episode.tokens[episode.trained]) for episode in usable]),
         age_mean=ages.mean,
         age_max=ages.high,
+        mismatch=mismatch,
         seconds=seconds,
         routes_missing=given.missing,
         routes_dropped=given.dropped,

@@ -10,6 +10,19 @@ import msgspec
 from contraflow.types import Manifest
 
 
+class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
+    """A look at sampled tokens of a take before its step, see docs/mismatch.md."""
+
+    tokens: int  # looked at
+    refreshed: int  # of these, conditioned on a cache that an older version began
+    unknown: int  # passed over, since the version that sampled them is not kept
+    entropy: float  # of the sampling versions, nats a token
+    parts: dict[str, dict[str, float]]  # by cause, and of `all` together: see `algo.mismatch.extent`
+    routed: int  # fed tokens before these whose experts the engine recorded
+    routes_differ: tuple[float, ...]  # [M], share of them that the sampling version sends to another set in the trainer
+    host_bytes: int = 0  # of the versions kept
+
+
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """One step: what went in, what the updates saw, what came out. Every number is finite.
 
@@ -61,11 +74,14 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     explained_variance: float = 0.0  # of returns, by the values that credit was given with
     values_version: int = -1  # n of the version whose critic gave those; -1 without one
     expert_loads: tuple[tuple[int, ...], ...]  # [M][E] tokens given to each expert, over all updates
+    mismatch: Mismatch | None = None  # where this step looked
     seconds: dict[str, float]  # of this step, by cause
 
     def record(self) -> dict[str, Any]:
         """What metrics.jsonl has of it."""
-        return {k: v for k, v in msgspec.structs.asdict(self).items() if k not in ("manifest", "lengths")}
+        left_out = ("manifest", "lengths", "mismatch")
+        told = {k: v for k, v in msgspec.structs.asdict(self).items() if k not in left_out}
+        return told if self.mismatch is None else told | {"mismatch": msgspec.to_builtins(self.mismatch)}
 
 
 class TrainReport(msgspec.Struct, frozen=True):

@@ -1,12 +1,16 @@
 """`contraflow inspect`: where every group of a run is, as lines a person can add up, and what is wrong if they don't.
 
-Takes a run's folder, gives text. Reads the ledger only, so it works on a live, ended or killed run.
+Takes a run's folder, gives text. Reads the ledger, or for
+log-ratios the metrics, and nothing else, so it works on a live, ended or killed run.
 """
 
 from pathlib import Path
 
 from contraflow.buffer.accounts import accounts
 from contraflow.buffer.audit import audit
+from contraflow.errors import RunFolderError
+from contraflow.telemetry import read_journal
+from contraflow.view.mismatch import mismatch_lines
 
 
 def describe(folder: Path) -> str:
@@ -29,6 +33,14 @@ def describe(folder: Path) -> str:
 def prove(folder: Path) -> list[str]:
     """What is wrong with the groups of a run; nothing when each is in exactly one end state. Raises as `describe`."""
     return audit(folder)
+
+
+def mismatch(folder: Path) -> str:
+    """Where log-ratios of a run come from. Raises RunFolderError when there is no run."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise RunFolderError(f"{folder} holds no metrics.jsonl: it is not the folder of a run, or none has begun there")
+    return "\n".join(mismatch_lines([record for record in read_journal(path) if record["kind"] == "step"]))
 
 
 def _reasons(counts: dict[str, int]) -> str:

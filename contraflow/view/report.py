@@ -15,6 +15,7 @@ from contraflow.algo.lengths import bin_name
 from contraflow.errors import RunFolderError
 from contraflow.telemetry import read_journal
 from contraflow.view.charts import Points, curves, heat, shares
+from contraflow.view.mismatch import mismatch_chart
 
 Record = Mapping[str, Any]
 EPISODE_GROUPS = 400  # kept in the page; the newest and an even choice of the older ones
@@ -104,8 +105,15 @@ def _learning(steps: Sequence[Record], looks: Sequence[Record]) -> list[str]:
         ),
         _card("Policy health", curves(health, unit="by step", low=0.0)),
         _card("Gradient norm before clipping", curves({"norm": _by_step(steps, "grad_norm")}, unit="by step", low=0.0)),
+        *_mismatch(steps),
         *_critic(steps),
     ]
+
+
+def _mismatch(steps: Sequence[Record]) -> list[str]:
+    """Where log-ratios come from; nothing where no step looked."""
+    drawn = mismatch_chart(steps)
+    return [] if drawn is None else [_card("Mismatch by cause", *drawn)]
 
 
 def _critic(steps: Sequence[Record]) -> list[str]:
