@@ -64,7 +64,7 @@ def test_the_run_is_as_it_was(straight: Path) -> None:
 def test_a_cut_says_where_the_run_stands(straight: Path) -> None:
     about = space_in(straight / "checkpoints").manifest("line-0-step-4").about
     assert about["cut"] | {"model": "", "recipe": ""} == {
-        "line": 0, "step": 4, "updates": 4, "seed": 0, "model": "", "recipe": "",
+        "line": 0, "step": 4, "updates": 4, "seed": 0, "model": "", "recipe": "", "critic": None,
     }  # fmt: skip
     assert about["ledger"]["line"] == 0
     assert about["ledger"]["next_task"] >= 16
