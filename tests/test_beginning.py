@@ -18,10 +18,10 @@ from contraflow.buffer.audit import audit
 from contraflow.buffer.ledger import FILE
 from contraflow.buffer.riding import position
 from contraflow.config import Recipe
+from contraflow.cuts.lines import Lines
+from contraflow.cuts.patience import Patience
 from contraflow.errors import BlobError, CheckpointError, CutTaken, RunFolderError
-from contraflow.lines import Lines
 from contraflow.loop import Loop
-from contraflow.patience import Patience
 from contraflow.restoring import restore
 from contraflow.run import run_recipe
 from tests.cut_writer import attempt, claimer, never, space_in

@@ -11,7 +11,7 @@ import pytest
 
 from contraflow.blobs import Blobs, open_blobs
 from contraflow.cuts import CutId, CutSpace
-from contraflow.patience import Patience
+from contraflow.cuts.patience import Patience
 from tests.cut_writer import attempt, keys, names_whole, never, space_in
 
 PROCESSES = mp.get_context("forkserver")

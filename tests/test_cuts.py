@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from contraflow.blobs import Blobs, open_blobs
 from contraflow.cuts import CutId, CutSpace, cut_name, place
+from contraflow.cuts.patience import Patience
 from contraflow.errors import BlobError, BlobExists, BlobMissing, CheckpointError, CutTaken, CutTorn
-from contraflow.patience import Patience
 from tests import racing
 from tests.cut_writer import attempt, names_whole, space_in
 from tests.racing import Try

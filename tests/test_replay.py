@@ -20,7 +20,7 @@ from contraflow.buffer.segments import FOLDER, Place, Segments, read_group
 from contraflow.config import Engine, Parallel, Server
 from contraflow.errors import CheckpointError, ConfigError, LedgerError, PayloadError, ReplayError
 from contraflow.replay import replay
-from contraflow.resampling import check_repeats
+from contraflow.replay.sampling import check_repeats
 from contraflow.run import run_recipe
 from contraflow.types import Episode, Group, Span, Version
 from tests.test_loop import Silent, Ticks, recipe_of, run

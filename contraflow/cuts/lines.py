@@ -5,8 +5,8 @@ starts of one run, in whatever folders, one gets a line; and who holds an older 
 """
 
 from contraflow.blobs import Blobs
+from contraflow.cuts.patience import Patience
 from contraflow.errors import BlobExists, CutTaken
-from contraflow.patience import Patience
 
 
 class Lines:

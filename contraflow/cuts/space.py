@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from contraflow.blobs import Blobs, open_blobs
+from contraflow.cuts.lines import Lines
+from contraflow.cuts.patience import Patience
 from contraflow.errors import BlobExists, BlobMissing, CheckpointError, CutTaken, CutTorn
-from contraflow.lines import Lines
-from contraflow.patience import Patience
 
 FORMAT = 1
 LANES = 4  # parts read or written at once

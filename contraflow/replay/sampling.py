@@ -1,7 +1,7 @@
 """What a replay samples again: at each version it reaches, all that this version had sampled, and a table at the end.
 
 Takes recorded takes and manifests as they are published; gives lines to print. The engine is the recipe's, on one rank,
-and must be one that repeats. Does not train: that is replay.py.
+and must be one that repeats. Does not train: that is training.py.
 """
 
 from collections import defaultdict

@@ -2,7 +2,7 @@
 
 Takes a run's folder and a cut's name; gives lines to print. Real trainers, on as many ranks as the recipe says, and
 recorded groups: on the same machine the weights are the same bit for bit, and every later cut that is still there has
-to say so. On demand each version also samples again what it had sampled, and is held to the record: see resampling.py.
+to say so. On demand each version also samples again what it had sampled, and is held to the record: see sampling.py.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from contraflow.config import Recipe, load_recipe
 from contraflow.cuts import CutManifest, CutSpace, Part, open_cuts
 from contraflow.errors import CheckpointError, LedgerError
 from contraflow.model.builtin import model_folder
-from contraflow.resampling import Resampling, check_repeats, open_resampling
+from contraflow.replay.sampling import Resampling, check_repeats, open_resampling
 from contraflow.restoring import copy
 from contraflow.runtime import open_runtime
 from contraflow.runtime.base import Gang, Ref, Runtime

@@ -1,6 +1,6 @@
 """The trainer's side of a cut: what every rank adds to it, the way back on any layout, and a model folder made of one.
 
-Takes a model, its optimizer and where the run stands; gives parts for `cuts.py` to commit, and a trainer that goes on
+Takes a model, its optimizer and where the run stands; gives parts for `cuts/` to commit, and a trainer that goes on
 bit for bit. There is no random state to keep: what any worker draws is a function of (seed, step or group, position).
 Does not decide when to save, or know what the buffer adds.
 """
