@@ -19,7 +19,7 @@ from contraflow.algo.mismatch import CAUSES, Rescored, causes, extent
 from contraflow.model.decoder import Decoder
 from contraflow.model.logprobs import token_logprobs
 from contraflow.model.router import RouterTape
-from contraflow.train.batcher import pack
+from contraflow.train.batcher import packed
 from contraflow.train.forward import Reading, feed, score
 from contraflow.train.growing import GrowingPlan
 from contraflow.train.report import Mismatch
@@ -35,6 +35,7 @@ class Bench(NamedTuple):
     temperature: float
     keeps_cache: bool  # whether engines keep keys and values through a refresh
     seed: int
+    tokens_per_batch: int = 8192  # of one forward pass
     every: int = 1  # steps between looks
 
 
@@ -48,6 +49,7 @@ def bench_of(recipe: config.Recipe) -> Bench | None:
         temperature=recipe.rollout.temperature,
         keeps_cache=recipe.engine.on_refresh == "keep",
         seed=recipe.run.seed,
+        tokens_per_batch=recipe.train.tokens_per_batch,
         every=recipe.run.mismatch_every,
     )
 
@@ -90,18 +92,17 @@ class Lab:
         looks = [_Look(episode, self._bench.keeps_cache) for episode in chosen]
         differing: Tensor | None = None
         for version in sorted({link.version for look in looks for link in look.links}):
+            masks = [(look, look.of(version)) for look in looks]
+            mine = [(look, mask_L) for look, mask_L in masks if mask_L.any()]
             with self._holding(version, now):
-                for look in looks:
-                    mine_L = look.of(version)
-                    if not mine_L.any():
-                        continue
-                    look.fresh_L[mine_L], look.entropy_L[mine_L] = self._score(look.episode, mine_L)
+                for (look, mask_L), found in zip(mine, self._score(mine), strict=True):
+                    look.fresh_L[mask_L], look.entropy_L[mask_L] = found
                     self._follow(look, version)
-                    counts_M3 = self._routes(look, version, mine_L)
-                    if counts_M3 is not None:
-                        differing = counts_M3 if differing is None else differing + counts_M3
-        for look in looks:
-            look.now_L[look.sampled_L], _ = self._score(look.episode, look.sampled_L)
+                for counts_M3 in self._routes(mine, version):
+                    differing = counts_M3 if differing is None else differing + counts_M3
+        whole = [(look, look.sampled_L) for look in looks]
+        for (look, mask_L), (now_N, _) in zip(whole, self._score(whole), strict=True):
+            look.now_L[mask_L] = now_N
         return msgspec.structs.replace(_told(looks, unknown, differing), host_bytes=self.nbytes)
 
     def _choose(self, groups: Sequence[Group], now: Version) -> tuple[list[Episode], int]:
@@ -136,11 +137,18 @@ class Lab:
             weight.copy_(kept)
 
     @torch.no_grad()
-    def _score(self, episode: Episode, mask_L: Bool) -> tuple[Float32, Float32]:
-        """Log-probabilities and entropies of the tokens of a mask, everything computed anew."""
-        (batch,) = pack([_sample(episode, mask_L)], tokens_per_batch=1, reduction="token")
-        scored = score(self._decoder, feed(batch, self._device), Reading(self._bench.temperature))
-        return scored.logprobs_N.cpu().numpy(), scored.entropy_N.cpu().numpy()
+    def _score(self, asked: Sequence[tuple["_Look", Bool]]) -> list[tuple[Float32, Float32]]:
+        """Log-probabilities and entropies, `[N]`, of the tokens of each mask, everything computed anew."""
+        samples = [_sample(look.episode, mask_L) for look, mask_L in asked]
+        found = [(np.zeros(0, np.float32), np.zeros(0, np.float32))] * len(samples)
+        bins, batches = packed(samples, np.zeros(len(samples), np.float32), self._bench.tokens_per_batch)
+        for bin_, batch in zip(bins, batches, strict=True):
+            scored = score(self._decoder, feed(batch, self._device), Reading(self._bench.temperature))
+            ends = np.cumsum([np.count_nonzero(samples[place].mask) for place in bin_])[:-1]
+            parts = (np.split(of_N.cpu().numpy(), ends) for of_N in (scored.logprobs_N, scored.entropy_N))
+            for place, logprobs_N, entropy_N in zip(bin_, *parts, strict=True):
+                found[place] = (logprobs_N, entropy_N)
+        return found
 
     @torch.no_grad()
     def _follow(self, look: "_Look", version: Version) -> None:
@@ -170,19 +178,21 @@ class Lab:
         return found[0].cpu().numpy()
 
     @torch.no_grad()
-    def _routes(self, look: "_Look", version: Version, mask_L: Bool) -> Tensor | None:
-        """By MoE layer `[M, 3]`, as `RouterTape.differing`, of the fed tokens before those of a mask, which `version`
-        sampled. None where nothing is recorded of it: an engine that computes anew keeps only the newest's experts."""
-        episode, newest = look.episode, look.links[-1].version
-        if episode.routes is None or not self._decoder.config.moe_layers:
-            return None
-        if not look.keeps_cache and version != newest:
-            return None
-        (batch,) = pack([_sample(episode, mask_L, routed=True)], tokens_per_batch=1, reduction="token")
-        fed = feed(batch, self._device)
-        tape = RouterTape(fed.given)
-        self._decoder(fed.tokens_F, fed.positions_F, fed.plan, tape=tape)
-        return tape.differing().cpu()
+    def _routes(self, asked: Sequence[tuple["_Look", Bool]], version: Version) -> Iterator[Tensor]:
+        """By MoE layer `[M, 3]`, as `RouterTape.differing`, of the fed tokens before those of each mask, which
+        `version` sampled; by batch. An engine that computes anew has recorded the experts of the newest alone."""
+        known = [
+            _sample(look.episode, mask_L, routed=True)
+            for look, mask_L in asked
+            if look.episode.routes is not None and (look.keeps_cache or version == look.links[-1].version)
+        ]
+        if not self._decoder.config.moe_layers:
+            return
+        for batch in packed(known, np.zeros(len(known), np.float32), self._bench.tokens_per_batch).batches:
+            fed = feed(batch, self._device)
+            tape = RouterTape(fed.given)
+            self._decoder(fed.tokens_F, fed.positions_F, fed.plan, tape=tape)
+            yield tape.differing().cpu()
 
     @property
     def _device(self) -> torch.device:
