@@ -41,7 +41,9 @@ def main() -> None:
             try:
                 rows.append({"what": name, "isolation": isolation, **judged(part, task, section, seconds)})
             except RewardError as refusal:  # the isolation, or a package, is not to be had
-                rows.append({"what": name, "isolation": isolation, "refused": str(refusal)})
+                rows.append(
+                    {"what": name, "isolation": isolation, "refused": str(refusal).partition(" on this")[0]}
+                )  # the rest names its paths
             print(rows[-1])
     command = [sys.executable, "-I", "-S", "-c", SOURCE + "\nassert f([2, 3, 1]) == [3, 2, 1]"]
     bare = rate(lambda: subprocess.run(command, check=True), seconds)
