@@ -5,9 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from contraflow.config import Recipe, check_recipe, load_recipe, load_sft_recipe, recipe_toml
+from contraflow.config import Pool, Recipe, check_recipe, load_recipe, load_sft_recipe, recipe_toml
 from contraflow.errors import ConfigError
 
+CLUSTER = {
+    "name": "c",
+    "region": "us-west-2",
+    "zone": "us-west-2b",
+    "second_zone": "us-west-2a",
+    "storage": "s3://bucket/run",
+    "gpu_image": "gpu:1",
+    "cpu_image": "cpu:1",
+    "pools": {"train": {"instance": "p5en.48xlarge"}},
+}
 SHIPPED = sorted((Path(__file__).parent.parent / "recipes").glob("*.toml"))
 
 
@@ -33,6 +43,12 @@ def test_a_recipe_survives_being_written_out(tmp_path: Path) -> None:
             "train": {"betas": [0.8, 0.9]},
         }
     )
+    assert load_recipe(written(tmp_path, recipe_toml(recipe))) == recipe
+
+
+def test_a_cluster_survives_being_written_out(tmp_path: Path) -> None:
+    recipe = check_recipe({"cluster": CLUSTER | {"pools": {"train": {"instance": "p5en.48xlarge", "nodes": 2}}}})
+    assert recipe.cluster.pools["train"].nodes == 2
     assert load_recipe(written(tmp_path, recipe_toml(recipe))) == recipe
 
 
@@ -120,6 +136,20 @@ def test_overrides_reach_into_sections(tmp_path: Path) -> None:
         ({"train": {"routing": "r3"}}, "train.routing = 'r3' with engine.routes = false: no experts would come"),
         ({"train": {"betas": [1.5, 0.9]}}, "train.betas.0 = 1.5: input should be less than 1"),
         ({"train": {"learning_rate": float("inf")}}, "train.learning_rate = inf: input should be a finite number"),
+        ({"cluster": {"region": "us-west-2"}}, "cluster: name is not set: every object of a cluster carries it"),
+        ({"cluster": {"name": "c"}}, "cluster: region is not set, but name = 'c' says that there is a cluster"),
+        ({"cluster": CLUSTER | {"zone": "us-east-1a"}}, "zone = 'us-east-1a' is not in region = 'us-west-2'"),
+        ({"cluster": CLUSTER | {"second_zone": "us-west-2b"}}, "second_zone = 'us-west-2b' is zone: EKS wants"),
+        ({"cluster": CLUSTER | {"env_image": "env:1"}}, "env_image = 'env:1' with pools ['train']: the pool 'env'"),
+        ({"cluster": CLUSTER | {"zone": "us-west-2"}}, "cluster.zone = 'us-west-2': string should match pattern"),
+        ({"cluster": CLUSTER | {"storage": "s3://bucket"}}, "cluster.storage = 's3://bucket': string should match"),
+        ({"cluster": {"name": "My_Cluster"}}, "cluster.name = 'My_Cluster': string should match pattern"),
+        ({"cluster": CLUSTER | {"pools": {"rolout": {}}}}, "= 'rolout': input should be 'train', 'rollout', "),
+        ({"cluster": CLUSTER | {"pools": {"env": {"nodes": 2}}}}, "cluster.pools.env: instance is not set: name an"),
+        ({"cluster": {"pools": {"env": {"node": 2}}}}, "unknown key 'cluster.pools.env.node'; did you mean 'nodes'?"),
+        ({"cluster": {"pools": {"env": {"instance": "c5", "nodes": 3, "most": 2}}}}, "most = 2 is less than nodes = 3"),
+        ({"cluster": {"pools": {"env": {"instance": "c5", "capacity": "block"}}}}, "a capacity block has an id"),
+        ({"cluster": {"pools": {"env": {"instance": "c5", "reservation": "cr-0123456789"}}}}, "set both, or neither"),
         ({"run": {"seed": tomllib}}, "numbers, strings, booleans, lists and tables only"),
     ],
 )
@@ -150,8 +180,10 @@ def test_a_missing_recipe_and_broken_toml_are_named(tmp_path: Path) -> None:
 
 def test_knobs_stay_few() -> None:
     """Every knob is one more thing to explain; this number moves only on purpose."""
-    knobs = sum(len(section.annotation.model_fields) for section in Recipe.model_fields.values())
-    assert knobs <= 145
+    knobs = {name: len(section.annotation.model_fields) for name, section in Recipe.model_fields.items()}
+    # What a cluster needs to know is asked of those who have one, and of nobody else: counted apart.
+    assert knobs.pop("cluster") + len(Pool.model_fields) <= 26
+    assert sum(knobs.values()) <= 145
 
 
 def test_a_recipe_that_makes_a_model_is_checked_by_the_same_rules(tmp_path: Path) -> None:

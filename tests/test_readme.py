@@ -14,7 +14,7 @@ import typer
 from pydantic import BaseModel
 
 from contraflow.cli import app
-from contraflow.config import Recipe, RewardRecipe, SftRecipe, load_recipe, load_reward_recipe, load_sft_recipe
+from contraflow.config import Pool, Recipe, RewardRecipe, SftRecipe, load_recipe, load_reward_recipe, load_sft_recipe
 from contraflow.model.builtin import SHIPPED, model_folder
 from contraflow.model.folder import copy_companions, load_folder
 from contraflow.model.reward import RewardModel, Scale, save_reward_model
@@ -166,9 +166,11 @@ def test_every_setting_is_explained_with_its_default() -> None:
         ("reward", "sandbox"),
     ):
         sections[f"{name}.{nested}"] = sections[name].pop(nested)
+    pool = Pool(instance="TYPE").model_dump(mode="json")
+    sections["cluster.pools.NAME"] = {key: value for key, value in pool.items() if key != "instance"}
     for name, section in sections.items():
         for key, value in section.items():
             assert f"| `{name}.{key}` | `{json.dumps(value)}` | " in page, f"{name}.{key}"
     rows = dict(re.findall(r"^\| `([\w.]+)` \| [^|]*\| ([^|]*) \|$", page, re.MULTILINE))
-    for name, choices in choices_of(Recipe):
+    for name, choices in (*choices_of(Recipe), *choices_of(Pool, "cluster.pools.NAME.")):
         assert all(f"`{choice}`" in rows[name] for choice in choices), name

@@ -6,6 +6,7 @@ and the nearest name. Does not import torch, start anything, or derive one secti
 
 from contraflow.config.alarms import Alarms
 from contraflow.config.base import Compute, Section
+from contraflow.config.cluster import Cluster, Pool, PoolName
 from contraflow.config.critic import Critic
 from contraflow.config.curriculum import Curriculum
 from contraflow.config.engine import Engine, Parallel
@@ -30,6 +31,7 @@ __all__ = [
     "Alarms",
     "Buffer",
     "Chat",
+    "Cluster",
     "Compute",
     "Critic",
     "Curriculum",
@@ -41,6 +43,8 @@ __all__ = [
     "Model",
     "NewModel",
     "Parallel",
+    "Pool",
+    "PoolName",
     "Preferences",
     "Recipe",
     "Reward",

@@ -8,7 +8,7 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -119,11 +119,15 @@ def _explain(kind: type[BaseModel], error: Any) -> str:
 
 
 def _nearest(section: type[BaseModel], loc: tuple[Any, ...]) -> str:
+    inner: Any = section
     for part in loc[:-1]:
-        inner = section.model_fields[str(part)].annotation
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return ""
-        section = inner
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            inner = inner.model_fields[str(part)].annotation
+        elif get_origin(inner) is dict:  # sections by name: `part` is the name
+            inner = get_args(inner)[1]
+    if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        return ""
+    section = inner
     names = list(section.model_fields)
     close = difflib.get_close_matches(str(loc[-1]), names, n=1)
     return f"; did you mean {close[0]!r}?" if close else f"; allowed: {', '.join(names)}"

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from contraflow.config.alarms import Alarms
 from contraflow.config.base import Compute, Count, Decay, Device, Seconds, Section, Share
+from contraflow.config.cluster import Cluster
 from contraflow.config.critic import Critic
 from contraflow.config.curriculum import Curriculum
 from contraflow.config.engine import Engine, Parallel
@@ -181,6 +182,7 @@ class Recipe(Section):
     weights: Weights = Weights()
     alarms: Alarms = Alarms()
     runtime: Runtime = Runtime()
+    cluster: Cluster = Cluster()  # of a run on EKS; one machine needs none
 
     @model_validator(mode="after")
     def _ranks_have_processes(self) -> Self:
