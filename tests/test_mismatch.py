@@ -10,6 +10,7 @@ from contraflow.config import check_recipe
 from contraflow.errors import ConfigError, RunFolderError
 from contraflow.model.builtin import model_folder
 from contraflow.view.inspect import mismatch
+from contraflow.view.mismatch import mismatch_chart, mismatch_lines
 from contraflow.view.report import write_report
 from tests.test_loop import parts_of, recipe_of, run, steps_of
 
@@ -90,3 +91,17 @@ def test_a_look_moves_no_bit_of_a_run(tmp_path: Path) -> None:
 def test_several_trainer_ranks_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="mismatch_every = 1 with 2 trainer ranks"):
         check_recipe({"run": {"mismatch_every": 1}, "train": {"parallel": {"dp": 2}}})
+
+
+def test_a_look_that_saw_no_token_is_told_apart_from_one_that_found_no_mismatch() -> None:
+    part = {"size": 0.0, "largest": 0.0, "k1": 0.0, "k3": 0.0, "effective": 1.0}
+    seen = {"tokens": 8, "refreshed": 0, "unknown": 0, "entropy": 0.5, "routed": 0, "routes_differ": []}
+    step = {"step": 1, "corrected": {}, "clipped_low": 0.0, "clipped_high": 0.0}
+    looked_at = {**step, "mismatch": {**seen, "parts": {name: {**part, "size": 0.25} for name in (*CAUSES, "all")}}}
+    blind = {**step, "mismatch": {**seen, "tokens": 0, "unknown": 9, "parts": dict.fromkeys((*CAUSES, "all"), part)}}
+
+    told = "\n".join(mismatch_lines([looked_at, blind]))
+    assert "over 1 looks: numerics 2.50e-01" in told
+    assert "such as the first after a resume: 1" in told
+    assert "after a resume: 1" in "\n".join(mismatch_lines([blind]))
+    assert mismatch_chart([blind]) is None

@@ -16,9 +16,10 @@ LEAST = 1e-9  # smaller parts are drawn as this
 
 def mismatch_lines(steps: Sequence[Record]) -> list[str]:
     """The newest look, each cause's mean over all looks, and what corrections and clips did in that step."""
-    looks = [step for step in steps if step.get("mismatch")]
+    looks, empty = _looks(steps)
+    blind = f"looks that saw no token of a version still at hand, such as the first after a resume: {len(empty)}"
     if not looks:
-        return ["no step has looked: set run.mismatch_every, such as 10, and run or resume"]
+        return [blind if empty else "no step has looked: set run.mismatch_every, such as 10, and run or resume"]
     step, last = looks[-1], looks[-1]["mismatch"]
     shares = ", ".join(f"{share:.2%}" for share in last["routes_differ"])
     corrections = ", ".join(f"{name} {share:.2%}" for name, share in step["corrected"].items())
@@ -33,7 +34,14 @@ def mismatch_lines(steps: Sequence[Record]) -> list[str]:
     clips = f"clipped: {step['clipped_low']:.2%} below, {step['clipped_high']:.2%} above"
     lines.append(f"{clips}; corrected: {corrections or 'none'}")
     means = ", ".join(f"{name} {_mean(looks, name):.2e}" for name in CAUSES)
-    return [*lines, f"mean size over {len(looks)} looks: {means}"]
+    lines.append(f"mean size over {len(looks)} looks: {means}")
+    return [*lines, f"not among them, {blind}"] if empty else lines
+
+
+def _looks(steps: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+    """Steps that looked at tokens, and those that found none to look at: their parts are nothing, not zero."""
+    looks = [step for step in steps if step.get("mismatch")]
+    return [one for one in looks if one["mismatch"]["tokens"]], [one for one in looks if not one["mismatch"]["tokens"]]
 
 
 def _row(name: str, part: Mapping[str, float]) -> str:
@@ -47,7 +55,7 @@ def _mean(looks: Sequence[Record], name: str) -> float:
 
 def mismatch_chart(steps: Sequence[Record]) -> tuple[str, str] | None:
     """A drawing and its note; None where no step looked."""
-    looks = [step for step in steps if step.get("mismatch")]
+    looks, _ = _looks(steps)
     if not looks:
         return None
     drawn = {
