@@ -88,9 +88,12 @@ def test_a_look_moves_no_bit_of_a_run(tmp_path: Path) -> None:
     assert parts_of(tmp_path / "with") == parts_of(tmp_path / "without")
 
 
-def test_several_trainer_ranks_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="mismatch_every = 1 with 2 trainer ranks"):
-        check_recipe({"run": {"mismatch_every": 1}, "train": {"parallel": {"dp": 2}}})
+def test_pipeline_stages_are_refused_by_name_and_other_ranks_are_not() -> None:
+    tree = {"run": {"mismatch_every": 1}, "model": {"folder": "builtin:tiny-moe"}}
+    with pytest.raises(ConfigError, match=r"mismatch_every = 1 with train.parallel.pp = 2"):
+        check_recipe({**tree, "train": {"parallel": {"pp": 2}}})
+    for parallel in ({"dp": 2, "ep": 2}, {"cp": 2}, {"tp": 2}):
+        check_recipe({**tree, "train": {"parallel": parallel}})
 
 
 def test_a_look_that_saw_no_token_is_told_apart_from_one_that_found_no_mismatch() -> None:

@@ -195,11 +195,12 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _mismatch_is_looked_at_whole(self) -> Self:
-        if self.run.mismatch_every and self.train.parallel.ranks > 1:
+    def _mismatch_is_looked_at_through_all_layers(self) -> Self:
+        if self.run.mismatch_every and self.train.parallel.pp > 1:
             raise ValueError(
-                f"run.mismatch_every = {self.run.mismatch_every} with {self.train.parallel.ranks} trainer ranks: older"
-                " weights are put into a model that is whole on one rank; use one rank, or 0"
+                f"run.mismatch_every = {self.run.mismatch_every} with train.parallel.pp = {self.train.parallel.pp}: a"
+                " look follows an engine's cache through all layers, which pipeline stages have on several ranks; use"
+                " pp = 1 (dp, ep, tp and cp may be any), or mismatch_every = 0"
             )
         return self
 

@@ -123,7 +123,7 @@ class Learner:
             tokens=weights.probe_tokens,
             seed=place.seed % 2**63,
         )
-        self._lab = None if place.bench is None else Lab(decoder, place.bench)
+        self._lab = None if place.bench is None else Lab(decoder, place.bench, self._crew)
         self._loan = Loan(self._lent)
         self.moved_bytes = 0  # to the host and back, since the run began
         self.publishing = open_publishing(

@@ -16,6 +16,7 @@ from contraflow.model.decoder import new_decoder
 from contraflow.model.families import ModelConfig
 from contraflow.model.folder import copy_companions, load_folder, save_folder
 from contraflow.runtime.local import LocalRuntime
+from contraflow.train import lab
 from contraflow.train.worker import Place, Trainer, make_trainer
 from contraflow.types import Version
 from contraflow.weights import open_carrier
@@ -26,6 +27,7 @@ from tests.train.cutting import saved
 pytestmark = pytest.mark.timeout(300)  # several processes; on a busy machine they wait for each other
 WEIGHTS = config.Weights(carrier="blob", chunk_bytes=4096)
 LOSS = config.Loss(kl_weight=0.1, balance_weight=0.01)
+LOOK = lab.Bench(tokens=30, versions=3, temperature=1.5, keeps_cache=True, seed=3, tokens_per_batch=40)
 CALL_S = 60
 GROUPS = 3
 
@@ -58,7 +60,7 @@ class Bench:
             await self.buffer.call(5, Buffer.put, group)
         return await self.buffer.call(5, Buffer.take, step, 1.0)
 
-    async def start(self, ranks=None, **parallel):
+    async def start(self, ranks=None, looks=False, **parallel):
         layout = config.Parallel(**parallel)
         self.started += 1
         run = self.folder / f"trainer{self.started}"
@@ -71,6 +73,7 @@ class Bench:
             temperature=1.5,
             keep_episodes=2,
             threaded=True,
+            bench=LOOK if looks else None,
         )
         return await self.runtime.start_gang(
             f"trainer{self.started}",
@@ -112,8 +115,13 @@ def bench(tmp_path, model_folder, make_group, make_episode):
 
 
 def numbers(report):
-    skipped = {"manifest", "seconds", "bad_batch"}
-    return {k: v for k, v in msgspec.structs.asdict(report).items() if k not in skipped}
+    skipped = {"manifest", "seconds", "bad_batch", "mismatch"}
+    found = {k: v for k, v in msgspec.structs.asdict(report).items() if k not in skipped}
+    if report.mismatch is None:
+        return found
+    looked = msgspec.structs.asdict(report.mismatch)
+    parts = {f"{cause}.{k}": v for cause, part in looked.pop("parts").items() for k, v in part.items()}
+    return found | {f"mismatch.{k}": v for k, v in (looked | parts).items()}
 
 
 def close(found, wanted):
@@ -136,7 +144,8 @@ def test_two_ranks_report_publish_and_save_as_one(bench, layout):
         return msgspec.structs.replace(episode, reward=math.nan if episode.reward else 0.0)
 
     async def body(here):
-        trainers = [await here.start(), await here.start(**layout)]
+        looks = "pp" not in layout
+        trainers = [await here.start(looks=looks), await here.start(looks=looks, **layout)]
         folders = [here.folder / "trainer1", here.folder / "trainer2"]
         reports, published, cuts = ([], []), ([], []), []
         for trainer, folder, mine in zip(trainers, folders, published, strict=True):
@@ -158,6 +167,7 @@ def test_two_ranks_report_publish_and_save_as_one(bench, layout):
         for one, two in zip(wanted, found, strict=True):
             close(numbers(two), numbers(one))
         assert [report.applied for report in found] == [True, True, False]
+        assert [report.mismatch is not None for report in found] == [looks] * 3
         assert "a reward was not" in found[2].fault
         with np.load(found[2].bad_batch) as stored:
             assert np.isnan(stored["0.advantages"]).any()

@@ -9,13 +9,19 @@ from contraflow.algo.mismatch import CAUSES
 from contraflow.model.attention import PackedPlan
 from contraflow.model.decoder import Decoder
 from contraflow.model.router import RouterTape
+from contraflow.telemetry import Account
+from contraflow.train.crew import open_crew
 from contraflow.train.growing import GrowingPlan
 from contraflow.train.lab import Bench, Lab
-from contraflow.types import Version
+from contraflow.types import Span, Version
 
 
 def bench(**changes) -> Bench:
     return Bench(tokens=10_000, versions=5, temperature=0.7, keeps_cache=True, seed=3)._replace(**changes)
+
+
+def lab_of(decoder: Decoder, **changes) -> Lab:
+    return Lab(decoder, bench(**changes), open_crew(decoder, None, Account(lambda: 0.0), temperature=0.7))
 
 
 def moved(decoder: Decoder, seed: int, size: float = 0.05) -> None:
@@ -35,7 +41,7 @@ def played(decoder: Decoder, episode, *, keeps: bool, versions, round_to=None):
         for weight, kept in zip(decoder.parameters(), versions[span.version], strict=True):
             weight.copy_(kept if round_to is None else kept.to(round_to).float())
         begin = 0 if before is None else before - 1
-        if not keeps:
+        if not keeps or span.start != before:  # of another turn: others' tokens came in between
             begin, plan = 0, GrowingPlan()
         for place in [slice(begin, span.start), *(slice(at, at + 1) for at in range(span.start, span.end - 1))]:
             fed = torch.arange(place.start, place.stop)
@@ -53,7 +59,7 @@ def planted(any_decoder, make_episode, make_group):
     """`look(...)`: what the laboratory says of episodes that a hand-written engine played."""
 
     def look(*, moves: float, keeps: bool = True, spans=(0,), round_to=None, seen_keeps=True, **changes):
-        lab = Lab(any_decoder, bench(keeps_cache=seen_keeps, **changes))
+        lab = lab_of(any_decoder, keeps_cache=seen_keeps, **changes)
         for n in range(3):
             lab.keep(Version(1, n))
             if n < 2 and moves:
@@ -100,6 +106,29 @@ def test_a_cache_kept_through_a_refresh_is_cache_where_versions_are_told_apart(p
     assert told.parts["numerics"]["size"] < 1e-3 * told.parts["cache"]["size"]
 
 
+def test_turns_are_followed_apart_even_when_a_later_one_begins_with_an_older_version(
+    any_decoder: Decoder, make_episode, make_group
+) -> None:
+    lab = lab_of(any_decoder)
+    for n in range(4):
+        lab.keep(Version(1, n))
+        moved(any_decoder, n, 0.2)
+    lab.keep(Version(1, 4))
+    whole, sampled = make_episode(20), [(1, 2, 6), (3, 6, 10), (0, 13, 16), (2, 16, 20)]
+    spans = tuple(Span(Version(1, n), start, end) for n, start, end in sampled)
+    trained = whole.trained & ~np.isin(np.arange(20), [10, 11, 12])
+    played_out = played(
+        any_decoder,
+        msgspec.structs.replace(whole, spans=spans, trained=trained),
+        keeps=True,
+        versions=lab.kept,
+    )
+    told = lab.examine([make_group([played_out])], Version(1, 4))
+    assert told.refreshed == 8
+    assert told.parts["cache"]["size"] > 1e-3
+    assert told.parts["numerics"]["size"] < 1e-3 * told.parts["cache"]["size"]
+
+
 def test_a_cache_that_was_computed_anew_is_no_cause(planted) -> None:
     told = planted(moves=0.2, keeps=False, seen_keeps=False, spans=(0, 1, 2))
     assert (told.parts["cache"]["size"], told.refreshed) == (0.0, 0)
@@ -119,7 +148,7 @@ def test_all_three_at_once_add_up_to_the_whole(planted) -> None:
 def test_only_the_newest_versions_are_kept_and_tokens_of_others_are_counted(
     any_decoder: Decoder, make_episode, make_group
 ) -> None:
-    lab = Lab(any_decoder, bench(versions=2))
+    lab = lab_of(any_decoder, versions=2)
     for n in range(4):
         lab.keep(Version(1, n))
     assert sorted(lab.kept) == [Version(1, 2), Version(1, 3)]
@@ -133,14 +162,14 @@ def test_only_the_newest_versions_are_kept_and_tokens_of_others_are_counted(
 def test_a_look_takes_whole_episodes_until_there_are_tokens_enough(
     any_decoder: Decoder, make_episode, make_group, tokens: int
 ) -> None:
-    lab = Lab(any_decoder, bench(tokens=tokens))
+    lab = lab_of(any_decoder, tokens=tokens)
     lab.keep(Version(1, 0))
     groups = [make_group([make_episode(9, seed=place), make_episode(9, error="broken")]) for place in range(20)]
     assert lab.examine(groups, Version(1, 0)).tokens == 7 * -(-tokens // 7)
 
 
 def test_nothing_to_look_at_is_no_mismatch(any_decoder: Decoder, make_episode, make_group) -> None:
-    lab = Lab(any_decoder, bench())
+    lab = lab_of(any_decoder)
     lab.keep(Version(1, 0))
     for groups in ([], [make_group([make_episode(9, error="broken")])]):
         told = lab.examine(groups, Version(1, 0))
@@ -150,7 +179,7 @@ def test_nothing_to_look_at_is_no_mismatch(any_decoder: Decoder, make_episode, m
 def test_experts_that_the_engine_recorded_are_held_to_the_sampling_version(
     mixture: Decoder, make_episode, make_group
 ) -> None:
-    lab = Lab(mixture, bench())
+    lab = lab_of(mixture)
     lab.keep(Version(1, 0))
     episode = make_episode(12)
     tape = RouterTape()
