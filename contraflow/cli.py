@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from contraflow.cli_cluster import eks
 from contraflow.errors import ContraflowError
 
 INTERRUPTED = 130  # what shells give a command that Ctrl-C ended
@@ -25,6 +26,8 @@ app = typer.Typer(
 
 bench = typer.Typer(help="Measure parts of the system on this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+
+app.add_typer(eks, name="eks")
 
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="section.key=value; may be given many times", show_default=False)
