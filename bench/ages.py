@@ -3,16 +3,16 @@
     python -m bench.ages [WAY ...] [--seeds 3] [--ages 0 1 2 4 8] [--rate 1e-3]
 
 Groups are few to a step and the learning rate is high, so that the policy moves far from one version to the next; the
-window holds a group until it is as old as it may be. Runs of other ways that are in the results already are kept.
+window holds a group until it is as old as it may be. Runs of other ways and ages that are in the results already are
+kept.
 """
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 
-from bench.learning import Curve, Settings, Wanted, learn_all, mean_curve, of_name, page
-from bench.record import RESULTS, write
+from bench.learning import Curve, Kept, Settings, Wanted, kept, learn_all, mean_curve, of_name, page
+from bench.record import write
 
 RECIPE = "recipes/tiny_cpu.toml"
 WAYS: dict[str, Settings] = {
@@ -33,41 +33,42 @@ def main() -> None:
     parser.add_argument("--rate", default="1e-3")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     options = parser.parse_args()
-    runs = [run for run in kept() if run.name.split(" ")[0] not in options.ways]
     wanted = [
-        Wanted(f"{way} {age}", seed, {**WAYS[way], "buffer.max_age": str(age), "train.learning_rate": options.rate})
+        Wanted(
+            f"{way} {age}",
+            seed,
+            {**WAYS[way], "buffer.max_age": str(age), "train.learning_rate": options.rate},
+            RECIPE,
+        )
         for way in options.ways
         for age in options.ages
         for seed in range(options.seeds)
     ]
+    have = kept("ages", list(dict.fromkeys(one.name for one in wanted)))
     with tempfile.TemporaryDirectory(prefix="ages-bench-") as scratch:
-        for run in learn_all(RECIPE, wanted, Path(scratch), options.jobs):
+        for run in learn_all(wanted, Path(scratch), options.jobs):
             print(
                 f"{run.name:12} seed {run.seed}: best {run.best:.3f}, last {run.last:.3f}, age {run.age_mean:.2f},"
                 f" entropy {run.entropy:.3f} {run.fault}",
                 flush=True,
             )
-            runs.append(run)
-            report(runs, options.rate)
-    table(runs)
+            have.runs.append(run)
+            report(have, options.rate)
+    table(have.runs)
 
 
-def kept() -> list[Curve]:
-    """What earlier calls measured."""
-    path = RESULTS / "ages.json"
-    return [Curve(**row) for row in json.loads(path.read_text())["rows"]] if path.is_file() else []
-
-
-def report(runs: list[Curve], rate: str) -> None:
+def report(have: Kept, rate: str) -> None:
     """Results and page, after every run: one line a way over age bounds, and each way's curves."""
-    path = write("ages", [run._asdict() for run in runs], rate=rate, ways=WAYS)
+    runs = have.runs
+    path = write("ages", [run._asdict() for run in runs], rate=rate, ways=WAYS, made=have.made)
     by_way: dict[str, list[tuple[float, float]]] = {}
     curves_of: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for name, mine in of_name(runs):
         way, age = name.split(" ")
         by_way.setdefault(way, []).append((float(age), sum(run.last for run in mine) / len(mine)))
         curves_of.setdefault(way, {})[f"at most {age}"] = mean_curve(mine)
-    charts = {"Held-out accuracy at the end, over the age bound": by_way}
+    over_age = {way: sorted(points) for way, points in by_way.items()}
+    charts = {"Held-out accuracy at the end, over the age bound": over_age}
     charts |= {f"{way}: held-out accuracy over trained tokens": lines for way, lines in curves_of.items()}
     about = f"{RECIPE} at learning rate {rate}; means over seeds."
     path.with_suffix(".html").write_text(page("Age of samples", [about], charts), encoding="utf-8")

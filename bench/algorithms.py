@@ -2,28 +2,22 @@
 
     python -m bench.algorithms [NAME ...] [--seeds 3]
 
-The shipped recipe with each algorithm's settings; held-out accuracy before and after, a table and a page with curves.
-Runs of other names that are in the results already are kept.
+The shipped recipe with each algorithm's settings, PPO by its own, which differs in credit and critic alone; held-out
+accuracy before and after, a table and a page with curves. Runs of other names that are in the results already are kept.
 """
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 
-from bench.learning import Curve, Settings, Wanted, learn_all, mean_curve, of_name, page
-from bench.record import RESULTS, write
+from bench.learning import Curve, Kept, Settings, Wanted, kept, learn_all, mean_curve, of_name, page
+from bench.record import write
 
 RECIPE = "recipes/tiny_cpu.toml"
+RECIPES = {"ppo": "recipes/tiny_ppo.toml"}  # of those that have one of their own
 WANTED = 0.75
 ALGORITHMS: dict[str, Settings] = {
-    "ppo": {
-        "loss.advantages": '"gae"',
-        "critic.learning_rate": "1e-3",
-        "critic.warmup_steps": "4",
-        "critic.trace": "0.95",
-        "train.updates": "2",
-    },
+    "ppo": {},
     "grpo": {},
     "dr_grpo": {
         "loss.advantages": '"dr_grpo"',
@@ -48,27 +42,28 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     options = parser.parse_args()
-    runs = [run for run in kept() if run.name not in options.names]
+    have = kept("algorithms", options.names)
     with tempfile.TemporaryDirectory(prefix="algorithms-bench-") as scratch:
-        wanted = [Wanted(name, seed, ALGORITHMS[name]) for name in options.names for seed in range(options.seeds)]
-        for run in learn_all(RECIPE, wanted, Path(scratch), options.jobs):
+        wanted = [
+            Wanted(name, seed, ALGORITHMS[name], RECIPES.get(name, RECIPE))
+            for name in options.names
+            for seed in range(options.seeds)
+        ]
+        for run in learn_all(wanted, Path(scratch), options.jobs):
             print(f"{run.name:12} seed {run.seed}: {run.looks[0][1]:.3f} -> {run.last:.3f} {run.fault}", flush=True)
-            runs.append(run)
-            report(runs)
-    table(runs)
+            have.runs.append(run)
+            report(have)
+    table(have.runs)
 
 
-def kept() -> list[Curve]:
-    """What earlier calls measured."""
-    path = RESULTS / "algorithms.json"
-    return [Curve(**row) for row in json.loads(path.read_text())["rows"]] if path.is_file() else []
-
-
-def report(runs: list[Curve]) -> None:
+def report(have: Kept) -> None:
     """Results and page, after every run."""
-    path = write("algorithms", [run._asdict() for run in runs], wanted=WANTED, settings=ALGORITHMS)
-    series = {name: mean_curve(mine) for name, mine in of_name(runs)}
-    lines = [f"{RECIPE}, held-out accuracy against sampled tokens that were trained; means over seeds. Goal: {WANTED}."]
+    rows, facts = [run._asdict() for run in have.runs], {"made": have.made, "recipes": RECIPES}
+    path = write("algorithms", rows, wanted=WANTED, settings=ALGORITHMS, **facts)
+    series = {name: mean_curve(mine) for name, mine in of_name(have.runs)}
+    own = "".join(f", {name} by {recipe}" for name, recipe in RECIPES.items() if name in series)
+    about = "held-out accuracy against sampled tokens that were trained; means over seeds"
+    lines = [f"{RECIPE}{own}; {about}. Goal: {WANTED}."]
     path.with_suffix(".html").write_text(page("Algorithms", lines, {"Held-out accuracy": series}), encoding="utf-8")
 
 

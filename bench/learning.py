@@ -4,15 +4,17 @@ Takes a recipe, settings and seeds; gives one `Curve` a run, and a page with cur
 its own. Does not judge.
 """
 
+import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.record import RESULTS, command, machine
 from contraflow.telemetry import read_journal
 from contraflow.view.charts import curves
 
@@ -62,13 +64,14 @@ class Wanted(NamedTuple):
     name: str
     seed: int
     settings: Settings
+    recipe: str
 
 
-def learn_all(recipe: str, wanted: Sequence[Wanted], scratch: Path, jobs: int) -> Iterator[Curve]:
+def learn_all(wanted: Sequence[Wanted], scratch: Path, jobs: int) -> Iterator[Curve]:
     """Curves in the order of `wanted`, `jobs` runs at a time: what is learned does not depend on how fast."""
     with ThreadPoolExecutor(jobs) as threads:
         yield from threads.map(
-            lambda one: learn(recipe, one.name, one.settings, one.seed, scratch / f"{one.name}-{one.seed}"), wanted
+            lambda one: learn(one.recipe, one.name, one.settings, one.seed, scratch / f"{one.name}-{one.seed}"), wanted
         )
 
 
@@ -100,6 +103,29 @@ def of_name(all_runs: Sequence[Curve]) -> Iterator[tuple[str, list[Curve]]]:
     """Runs by name, in the order of first mention."""
     for name in dict.fromkeys(run.name for run in all_runs):
         yield name, [run for run in all_runs if run.name == name]
+
+
+class Kept(NamedTuple):
+    """What earlier calls measured and this one adds to, and how: names of runs with command, date and machine."""
+
+    runs: list[Curve]
+    made: list[dict[str, Any]]
+
+
+def kept(result: str, again: Collection[str]) -> Kept:
+    """What bench/results has of other names than `again`, whose runs are made by this call. A file without `made` is of
+    the runs that its command names; who made its others is not known."""
+    path, now = RESULTS / f"{result}.json", {"names": list(again), "command": command(), **machine()}
+    if not path.is_file():
+        return Kept([], [now])
+    record = json.loads(path.read_text(encoding="utf-8"))
+    runs = [run for run in (Curve(**row) for row in record["rows"]) if run.name not in again]
+    names = list(dict.fromkeys(run.name for run in runs))
+    facts = ("command", *(fact for fact in machine() if fact in record))
+    told = [name for name in names if name.split(" ")[0] in record["command"].split(" ")] or names
+    earlier = record.get("made") or [{"names": told, **{fact: record[fact] for fact in facts}}]
+    still = [{**one, "names": [name for name in one["names"] if name in names]} for one in earlier]
+    return Kept(runs, [*(one for one in still if one["names"]), now])
 
 
 def mean_curve(runs: Sequence[Curve]) -> list[tuple[float, float]]:

@@ -124,6 +124,12 @@ def test_recipes_of_benchmarks_are_read() -> None:
     assert load_sft_recipe(ROOT / "bench/smollm2/sft.toml").chat.file
 
 
+def test_ppo_is_compared_at_the_token_budget_of_the_others() -> None:
+    others, ppo = (load_recipe(ROOT / "recipes" / name) for name in ("tiny_cpu.toml", "tiny_ppo.toml"))
+    assert ppo.loss.advantages == "gae"
+    assert others.model_copy(update={"loss": ppo.loss, "critic": ppo.critic}) == ppo
+
+
 def test_help_does_not_import_torch() -> None:
     script = (
         "import sys, contraflow.cli as c, typer.testing as t; r = t.CliRunner().invoke(c.app, ['--help']); "
