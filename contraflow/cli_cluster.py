@@ -29,3 +29,27 @@ def eks_render(
     found = render(recipe, overrides or [], nodes)
     write(found, folder)
     typer.echo(f"wrote {folder}: {len(found)} files; nothing was started. Read {folder / 'ORDER.md'} first")
+
+
+@eks.command("versions")
+def eks_versions(
+    image: Annotated[str, typer.Option(help="gpu or cpu: which image this should be")] = "gpu",
+    as_json: Annotated[bool, typer.Option("--json", help="what is loaded, for programs")] = False,
+) -> None:
+    """Compare what is loaded here with what images are made of; exit code 1 if anything differs or is known to fail."""
+    import json
+
+    from contraflow.cluster.loaded import loaded_versions
+    from contraflow.cluster.versions import IN_IMAGE, bad_pairs, differences
+    from contraflow.errors import ConfigError
+
+    if image not in IN_IMAGE:
+        raise ConfigError(f"--image {image!r}: there are {', '.join(IN_IMAGE)}")
+    found = loaded_versions()
+    wrong = [*differences(found, image), *bad_pairs(found)]
+    if as_json:
+        typer.echo(json.dumps({"loaded": found, "wrong": wrong}, indent=1))
+    else:
+        typer.echo("\n".join(wrong) or f"the versions of the {image} image: {found}")
+    if wrong:
+        raise typer.Exit(1)

@@ -43,8 +43,10 @@ def pod_template(site: Site, ask: Ask) -> Object:
         spec["restartPolicy"] = "Never"  # a worker that died is started anew by the run, in a new pod
     if ask.pool in ("train", "rollout") and ask.section.nodes > 1 and not site.cluster.queue:
         spec["affinity"] = {"podAffinity": _near(site, ask.pool)}
-    if site.models(ask.pool):
-        spec["initContainers"] = [_model_container(site, ask, name) for name in site.models(ask.pool)]
+    spec["initContainers"] = [
+        _versions_container(site, ask),
+        *(_model_container(site, ask, name) for name in site.models(ask.pool)),
+    ]
     return {"metadata": {"labels": labels(site, ask.pool), "annotations": _annotations(site, ask)}, "spec": spec}
 
 
@@ -86,6 +88,18 @@ def _environment(site: Site, ask: Ask) -> dict[str, str]:
     if ask.instance.name.startswith("p6-b300"):
         known["NCCL_IB_HCA"] = "rdmap"  # two of its 18 verbs devices are not EFA
     return known
+
+
+def _versions_container(site: Site, ask: Ask) -> Object:
+    """Ends the pod before its Ray starts, with a line for each library that is not the one the image was made of."""
+    asked = {"cpu": "2", "memory": "4Gi"}
+    return {
+        "name": "versions",
+        "image": site.cluster.gpu_image if ask.gpus else site.cluster.cpu_image,
+        "command": ["contraflow", "eks", "versions", "--image", "gpu" if ask.gpus else "cpu"],
+        "resources": {"requests": asked, "limits": dict(asked)},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }
 
 
 def _model_container(site: Site, ask: Ask, name: str) -> Object:
