@@ -16,13 +16,14 @@ Lever = Literal["concurrency", "workers", "tickets"]
 
 WAITS = 0.10  # of a look: a trainer that waits longer for groups wants more of them
 IDLE = 0.02  # of a look: one that waits less has them in plenty
-BUSY = 0.90  # of a look: an engine that computes so long has no room for more
+BUSY = 0.85  # of a look: an engine that computes so long has no room for more
 EASY = 0.75  # the most that engines would be busy, were one of them to leave
 FULL = 0.95  # of the KV cache
 CAPPED = 0.90  # of the groups that may be played at once: with so many, the cap is what holds them back
-GAIN = 0.2  # of what a raise could bring: one that brought less is taken back
+GAIN = 0.2  # of what a change could bring: one that brought less is taken back
 PATIENCE = 3  # looks in a row that must show plenty before a worker is sent away
-BARRED = 6  # looks for which a lever that did not help is let be
+BARRED = 6  # looks for which a lever that did not help is let be; twice as many each further time in a row
+MOST_BARRED = 96
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Trial:
-    """A raise that has not been judged yet: what was before, groups a second then, and how many it has to bring."""
+    """A change that has not been judged yet: what was before, groups a second then, and how many it has to bring."""
 
     lever: Lever
     before: Setting
@@ -84,6 +85,17 @@ class Memory:
     settling: bool = False  # the look that ends now began before the last change had its effect
     plenty: int = 0  # looks in a row in which a worker could have been spared
     barred: dict[Lever, int] = field(default_factory=dict)  # looks for which a lever is let be
+    failed: dict[Lever, int] = field(default_factory=dict)  # times in a row that a lever did not help
+
+    def after(self, lever: Lever, *, helped: bool) -> "Memory":
+        """A lever was judged; nothing is under trial any more."""
+        failures = 0 if helped else self.failed.get(lever, 0) + 1
+        looks = min(BARRED * 2 ** (failures - 1), MOST_BARRED) if failures else 0
+        barred = {
+            **{name: left for name, left in self.barred.items() if name != lever},
+            **({lever: looks} if looks else {}),
+        }
+        return replace(self, trial=None, barred=barred, failed={**self.failed, lever: failures})
 
 
 @dataclass(frozen=True)
@@ -103,9 +115,11 @@ def steer(now: Measured, setting: Setting, bounds: Bounds, memory: Memory) -> Ad
     memory = replace(memory, barred={lever: left - 1 for lever, left in memory.barred.items() if left > 1})
     if memory.settling:
         return Advice(setting, "the last change takes effect", replace(memory, settling=False))
-    if memory.trial and now.finished < memory.trial.wanted:
-        return _take_back(now, setting, memory.trial, memory)
-    memory = replace(memory, trial=None)
+    if memory.trial:
+        helped = now.finished >= memory.trial.wanted
+        trial, memory = memory.trial, memory.after(memory.trial.lever, helped=helped)
+        if not helped:
+            return _take_back(now, setting, trial, memory)
     if now.preempted or now.kv_held > FULL:
         return _relieve(now, setting, bounds, memory)
     if now.waits > WAITS:
@@ -114,13 +128,12 @@ def steer(now: Measured, setting: Setting, bounds: Bounds, memory: Memory) -> Ad
 
 
 def _take_back(now: Measured, setting: Setting, trial: Trial, memory: Memory) -> Advice:
-    """A raise that did not pay costs memory or money: it goes, and is not tried again for some time."""
+    """A change that did not pay is undone, and not tried again for some time."""
     reason = (
         f"{trial.lever} back to {getattr(trial.before, trial.lever)}: with {getattr(setting, trial.lever)},"
         f" {now.finished:.3g} groups/s after {trial.finished:.3g}"
     )
-    barred = {**memory.barred, trial.lever: BARRED}
-    return Advice(trial.before, reason, Memory(settling=True, barred=barred))
+    return Advice(trial.before, reason, replace(memory, settling=True))
 
 
 def _relieve(now: Measured, setting: Setting, bounds: Bounds, memory: Memory) -> Advice:
@@ -130,11 +143,10 @@ def _relieve(now: Measured, setting: Setting, bounds: Bounds, memory: Memory) ->
     if setting.concurrency <= least:
         return Advice(setting, f"{full}, and concurrency at its least, {least}", memory)
     fewer = max(least, setting.concurrency * 4 // 5)
-    barred = {**memory.barred, "concurrency": BARRED}
     return Advice(
         replace(setting, concurrency=fewer),
         f"concurrency {setting.concurrency} to {fewer}: {full}",
-        Memory(settling=True, barred=barred),
+        replace(memory.after("concurrency", helped=False), settling=True),
     )
 
 
@@ -142,24 +154,27 @@ def _more(now: Measured, setting: Setting, bounds: Bounds, memory: Memory) -> Ad
     """The trainer waits: which lever brings more groups, from the cheapest on."""
     waits = f"the trainer waits {now.waits:.0%} of the time"
     at_once = setting.concurrency * now.serving
+    tries: list[tuple[Lever, int, str]] = []
     if now.free == 0:
-        if setting.tickets < bounds.tickets and "tickets" not in memory.barred:
-            raised = min(bounds.tickets, setting.tickets + bounds.groups_per_step)
-            return _try("tickets", raised, f"{waits}, and no ticket is free", now, setting, memory)
         bound = "tickets; a larger buffer.max_age gives more"
+        tries.append(("tickets", setting.tickets + bounds.groups_per_step, "no ticket is free"))
+        tries.append(("workers", setting.workers + 1, "no ticket is free: of more engines each is quicker"))
+        tries.append(
+            ("concurrency", setting.concurrency * 2 // 3, "no ticket is free: of fewer at once each is quicker")
+        )
     elif now.busy >= BUSY:
-        if setting.workers < bounds.workers[1] and "workers" not in memory.barred:
-            reason = f"{waits}, and engines compute {now.busy:.0%}"
-            return _try("workers", setting.workers + 1, reason, now, setting, memory)
         bound = f"{now.serving} busy engines"
+        tries.append(("workers", setting.workers + 1, f"engines compute {now.busy:.0%}"))
     elif now.playing >= CAPPED * at_once:
-        raised = min(max(setting.concurrency + 1, setting.concurrency * 3 // 2), bounds.concurrency[1])
-        if raised > setting.concurrency and "concurrency" not in memory.barred:
-            reason = f"{waits}, engines compute {now.busy:.0%}, and all {at_once} places are taken"
-            return _try("concurrency", raised, reason, now, setting, memory)
         bound = f"{at_once} places"
+        more = max(setting.concurrency + 1, setting.concurrency * 3 // 2)
+        tries.append(("concurrency", more, f"engines compute {now.busy:.0%}, and all {at_once} places are taken"))
     else:
         bound = "what a step costs beside generation"
+    for lever, value, because in tries:
+        changed = bounds.within(replace(setting, **{lever: value}))
+        if changed != setting and lever not in memory.barred:
+            return _try(lever, changed, f"{waits}, and {because}", now, setting, memory)
     return Advice(setting, f"{waits}; held back by {bound}", memory)
 
 
@@ -172,15 +187,14 @@ def _fewer(now: Measured, setting: Setting, bounds: Bounds, memory: Memory) -> A
     if memory.plenty + 1 < PATIENCE:
         return Advice(setting, "a worker could be spared", replace(memory, plenty=memory.plenty + 1))
     reason = f"workers {setting.workers} to {spared}: engines compute {now.busy:.0%}, the trainer never waits"
-    return Advice(replace(setting, workers=spared), reason, Memory(settling=True, barred=memory.barred))
+    return Advice(replace(setting, workers=spared), reason, replace(memory, settling=True, plenty=0))
 
 
-def _try(lever: Lever, value: int, reason: str, now: Measured, setting: Setting, memory: Memory) -> Advice:
-    before = getattr(setting, lever)
-    told = f"{lever} {before} to {value}: {reason}"
-    trial = Trial(lever, setting, now.finished, now.finished * (1 + GAIN * (value / before - 1)))
-    changed = replace(setting, **{lever: value})
-    return Advice(changed, told, Memory(trial=trial, settling=True, barred=memory.barred))
+def _try(lever: Lever, changed: Setting, because: str, now: Measured, setting: Setting, memory: Memory) -> Advice:
+    size = abs(getattr(changed, lever) / getattr(setting, lever) - 1)
+    trial = Trial(lever, setting, now.finished, now.finished * (1 + GAIN * size))
+    told = f"{_told(setting, changed)}: {because}"
+    return Advice(changed, told, replace(memory, trial=trial, settling=True))
 
 
 def _told(before: Setting, after: Setting) -> str:

@@ -37,6 +37,7 @@ class Plant:
     turns: int = 1
     tokens: float = 512.0  # of a turn, in the mean
     spread: float = 0.0  # of their logarithm (log-normal); 0: all are alike
+    longest: float = float("inf")  # tokens at which a turn is cut off
     env_s: float = 0.0  # an environment's answer after each turn
     kv_sequences: int = 0  # that an engine holds; more are played again from the start. 0: any number
 
@@ -197,7 +198,7 @@ class Simulation:
         if found is None:
             spread, mean = self.plant.spread, self.plant.tokens
             drawn = self._draws.normal(-spread * spread / 2, spread, 4096) if spread else np.zeros(4096)
-            self._lengths = iter((mean * np.exp(drawn)).tolist())
+            self._lengths = iter(np.minimum(mean * np.exp(drawn), self.plant.longest).tolist())
             found = next(self._lengths)
         return found
 

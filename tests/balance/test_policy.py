@@ -25,7 +25,7 @@ def advised(now: Measured, setting: Setting = SETTING, memory: Memory | None = N
         (replace(CAPPED, busy=0.95), {"workers": 3}, "engines compute 95%"),
         (replace(CAPPED, waits=0.05), {}, "in balance"),
         (replace(CAPPED, playing=9.0), {}, "held back by what a step costs"),
-        (replace(CAPPED, free=0), {}, "held back by tickets"),
+        (replace(CAPPED, free=0), {"workers": 3}, "no ticket is free"),
         (replace(CAPPED, preempted=3), {"concurrency": 6}, "3 sequences preempted"),
         (replace(CAPPED, kv_held=0.99), {"concurrency": 6}, "99% held"),
     ],
