@@ -10,9 +10,20 @@ FILES = sorted((ROOT / "contraflow").rglob("*.py"))
 MAX_FILE, MAX_FUNCTION = 400, 60
 
 
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def functions(path: Path) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [node for node in nodes(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def imported(path: Path) -> set[str]:
+    """The outside modules that a file imports, anywhere in it, by their first name."""
+    found = nodes(path)
+    names = [alias.name for node in found if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in found if isinstance(node, ast.ImportFrom)]
+    return {name.split(".")[0] for name in names}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -42,12 +53,9 @@ def test_each_outside_library_stays_in_its_place() -> None:
         "reasoning_gym": "envs/reasoning_gym.py",
         "vllm": "rollout/vllm_extension.py",
     }
+    users: dict[str, set[str]] = {module: set() for module in owners}
+    for path in FILES:
+        for module in imported(path) & owners.keys():
+            users[module].add(str(path.relative_to(ROOT / "contraflow")))
     for module, owner in owners.items():
-        users = {
-            str(path.relative_to(ROOT / "contraflow"))
-            for path in FILES
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            if (isinstance(node, ast.Import) and any(a.name.split(".")[0] == module for a in node.names))
-            or (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == module)
-        }
-        assert all(user.startswith(owner) for user in users), (module, users)
+        assert all(user.startswith(owner) for user in users[module]), (module, users[module])

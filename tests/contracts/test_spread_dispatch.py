@@ -107,8 +107,9 @@ def test_a_weight_of_zero_for_expert_zero_still_has_its_gradient(kind: str) -> N
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [72, 2880, 7168])
 def test_widths_of_real_models_pass(kind: str, dim: int) -> None:
-    case = make_case([2, 1, 3, 1], experts=8, choices=2, dim=dim, seed=2)
-    case.matrices = torch.eye(dim).expand(8, dim, dim)[:, :, :]
+    case = make_case([2, 1, 3, 1], experts=8, choices=2, dim=1, seed=2)  # its matrices, which none needs, stay small
+    noise = torch.Generator().manual_seed(2)
+    case.x = [torch.randn(len(ids), dim, generator=noise) for ids in case.ids]
     got = VirtualWorld(TOPOLOGIES["2 x 2"]).run(lambda links: _copied(links, kind, case))
     for rank, out in enumerate(got):
         share = torch.where(case.ids[rank] >= 0, case.weights[rank], 0.0).sum(1, keepdim=True)
