@@ -149,22 +149,30 @@ def test_a_swap_of_tensors_of_another_dtype_converts_them(native: Any) -> None:
     native.run(body)
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    seed=st.integers(0, 2**32),
-    keys=st.fixed_dictionaries(
-        {
-            "block_tokens": st.sampled_from([1, 3, 4, 16]),
-            "kv_tokens": st.sampled_from([64, 96, 1024]),
-            "context_tokens": st.sampled_from([48, 60]),
-            "max_sequences": st.integers(1, 16),
-            "prefill_tokens": st.integers(1, 40),
-            "on_refresh": st.sampled_from(["keep", "recompute"]),
-            "lookahead": st.sampled_from(["off", "on"]),
-        }
-    ),
+KEYS = st.fixed_dictionaries(
+    {
+        "block_tokens": st.sampled_from([1, 3, 4, 16]),
+        "kv_tokens": st.sampled_from([64, 96, 1024]),
+        "context_tokens": st.sampled_from([48, 60]),
+        "max_sequences": st.integers(1, 16),
+        "prefill_tokens": st.integers(1, 40),
+        "on_refresh": st.sampled_from(["keep", "recompute"]),
+        "lookahead": st.sampled_from(["off", "on"]),
+    }
 )
-def test_whatever_happens_every_token_has_the_logprob_its_version_gives_it(native: Any, seed: int, keys: Any) -> None:
+
+
+@pytest.mark.parametrize("examples", [12, pytest.param(50, marks=pytest.mark.slow)])
+def test_whatever_happens_every_token_has_the_logprob_its_version_gives_it(native: Any, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None)
+    @given(seed=st.integers(0, 2**32), keys=KEYS)
+    def holds(seed: int, keys: dict[str, Any]) -> None:
+        live_through(native, seed, keys)
+
+    holds()
+
+
+def live_through(native: Any, seed: int, keys: dict[str, Any]) -> None:
     """Random sizes, shared prefixes, aborts and swaps, one step at a time."""
     draws = np.random.default_rng(seed)
     models = [new_decoder(native.tiny(layers=2), seed=s, std=0.2) for s in (1, 2)]
