@@ -1,6 +1,7 @@
 """What all tests share: laws judged without a stopwatch, one torch thread, a tiny random model with its tokenizer."""
 
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from contraflow.model.families import ModelConfig
 from contraflow.model.folder import save_folder
 from contraflow.model.tokenizer import Tokenizer, build_char_tokenizer
 from tests import seaweed
+from tests.processes import forking
 
 # Hypothesis judges laws, not speed: test machines are shared and slow at times.
 settings.register_profile("contraflow", deadline=None)
@@ -21,6 +23,13 @@ settings.load_profile("contraflow")
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> None:
+    """The runtime's workers are forked from the server that all tests share, and not from one of its own wishes."""
+    forking()
+    forkserver.ensure_running()
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,12 @@
 They open what they need first, and begin together. Shared by the suites of blobs and of cuts.
 """
 
-import multiprocessing as mp
 import os
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
 from tests.cut_writer import keys
+from tests.processes import forking
 
 Try = Callable[[str], bool]  # to win the thing of that name; whether it did
 Enter = Callable[[str, str], Try]  # (url, racer); importable by name
@@ -16,7 +16,7 @@ Enter = Callable[[str, str], Try]  # (url, racer); importable by name
 
 def race(enter: Enter, url: str, names: Sequence[str], *, wait_s: float) -> dict[str, list[str]]:
     """What each racer won. Every name was won by exactly one, or this fails."""
-    context = mp.get_context("forkserver")
+    context = forking()
     racers = []
     for racer in ("x", "y", "z"):
         go_here, go_there = context.Pipe()

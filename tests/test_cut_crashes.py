@@ -1,6 +1,5 @@
 """A writer killed at every step of the commit protocol: no torn cut is seen, and the older one loads."""
 
-import multiprocessing as mp
 import os
 import signal
 from collections.abc import Callable
@@ -13,9 +12,8 @@ from contraflow.blobs import Blobs, open_blobs
 from contraflow.cuts import CutId, CutSpace
 from contraflow.cuts.patience import Patience
 from tests.cut_writer import attempt, keys, names_whole, never, space_in
+from tests.processes import forking
 
-PROCESSES = mp.get_context("forkserver")
-PRELOAD = ["contraflow.cuts", "tests.cut_writer"]
 # Two parts, a look at the lines, the syncing of the parts, the manifest and its; then, after a look, the older cut's
 # manifest emptied and synced and its parts deleted; then, after two looks, a fence for what was abandoned, and its
 # parts deleted.
@@ -75,9 +73,8 @@ def prepare(url: str) -> None:
 
 def crash(url: str, fatal: int, when: str) -> bool:
     """Kill a writer at its `fatal`-th call, look, and have the next one go on; whether it lived to the end."""
-    PROCESSES.set_forkserver_preload(PRELOAD)
     prepare(url)
-    process = PROCESSES.Process(target=_write, args=(url, fatal, when, keys()))
+    process = forking().Process(target=_write, args=(url, fatal, when, keys()))
     process.start()
     process.join(60)
     assert process.exitcode in (0, -signal.SIGKILL)

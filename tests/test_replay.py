@@ -144,6 +144,7 @@ def test_a_critic_is_trained_again_with_its_policy(tiny_moe: Path, tmp_path: Pat
     assert again(tmp_path / "run")[0] == 2
 
 
+@pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize(
     "parallel",
     [

@@ -1,7 +1,6 @@
 """What every carrier promises: a version is read whole and unaltered by any process, or refused by name."""
 
 import hashlib
-import multiprocessing as mp
 import os
 import shutil
 import signal
@@ -27,10 +26,9 @@ from contraflow.weights.fetch import fetch
 from contraflow.weights.manifest import DTYPES, digest
 from contraflow.weights.memory import MemoryCarrier, shared_folder
 from contraflow.weights.publish import Publisher, publish
+from tests.processes import forking
 
 PROBE = Probe((np.array([3, 1, 4], np.int32),), (np.array([-0.5, -1.25], np.float32),), 1e-3)
-CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["contraflow.weights.publish"])  # or every child would import torch for itself
 WAIT_S = 60.0
 
 
@@ -337,8 +335,8 @@ def _read(place: Place, manifests: Connection, answers: Connection) -> None:
 def test_other_processes_read_what_this_one_publishes(place: Place, carrier: Carrier) -> None:
     readers = []
     for _ in range(2):
-        (manifests, theirs), (answers, given) = CONTEXT.Pipe(), CONTEXT.Pipe()
-        process = CONTEXT.Process(target=_read, args=(place, theirs, given))
+        (manifests, theirs), (answers, given) = forking().Pipe(), forking().Pipe()
+        process = forking().Process(target=_read, args=(place, theirs, given))
         process.start()
         readers.append((process, manifests, answers))
     for n in range(3):
@@ -367,8 +365,8 @@ def _publish_and_die(place: Place, answers: Connection) -> None:
 
 
 def test_a_publisher_killed_in_mid_write_leaves_whole_versions_and_its_successor_clears_up(place: Place) -> None:
-    answers, given = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=_publish_and_die, args=(place, given))
+    answers, given = forking().Pipe()
+    process = forking().Process(target=_publish_and_die, args=(place, given))
     process.start()
     assert answers.poll(WAIT_S)
     manifest = answers.recv()

@@ -25,6 +25,7 @@ from contraflow.runtime.base import Address
 from contraflow.runtime.drill import Drill, make_drill
 from contraflow.types import Episode, Group, Span, StopReason, Task, Ticket, Turn, Version
 
+pytestmark = pytest.mark.usefixtures("fork_server")
 Scene = Callable[[Any], Awaitable[None]]
 Play = Callable[[Scene], None]
 

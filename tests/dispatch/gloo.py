@@ -1,6 +1,5 @@
 """Runs a function in several gloo processes at once, for tests whose claim is about processes."""
 
-import multiprocessing
 import pickle
 import traceback
 from collections.abc import Callable
@@ -12,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.processes import forking
+
 Work = Callable[..., Any]  # (store, rank, *given) -> what can be pickled
-PROCESSES = multiprocessing.get_context("forkserver")
-PRELOAD = ["torch", "contraflow.dispatch.open", "contraflow.train.worker"]  # or every process would import them
 
 
 def _main(work: Work, rank: int, world: int, file: str, given: tuple[Any, ...], answers: "SimpleQueue[Any]") -> None:
@@ -31,11 +30,10 @@ def _main(work: Work, rank: int, world: int, file: str, given: tuple[Any, ...], 
 
 def run(work: Work, world: int, folder: Path, *given: Any, silent: tuple[int, ...] = ()) -> list[Any]:
     """Answers by rank, None for `silent` ranks (which are not expected to give one); raises what a rank raised."""
-    PROCESSES.set_forkserver_preload(PRELOAD)  # here, since other tests have wishes too, and the first start decides
-    answers: SimpleQueue[Any] = PROCESSES.SimpleQueue()
+    answers: SimpleQueue[Any] = forking().SimpleQueue()
     file = str(folder / "store")
     ranks = [
-        PROCESSES.Process(target=_main, args=(work, rank, world, file, given, answers), daemon=True)
+        forking().Process(target=_main, args=(work, rank, world, file, given, answers), daemon=True)
         for rank in range(world)
     ]
     for process in ranks:

@@ -14,7 +14,7 @@ import torch
 
 from contraflow.config import Parallel
 from contraflow.parallel.mesh import open_mesh
-from tests.dispatch.gloo import PRELOAD, PROCESSES
+from tests.processes import forking
 
 Work = Callable[..., Any]  # (mesh, *given) -> what can be pickled
 DEADLINE_S = 90
@@ -32,12 +32,11 @@ def _main(work: Work, parallel: Parallel, rank: int, file: str, given: tuple[Any
 
 def run(work: Work, parallel: Parallel, folder: Path, *given: Any, silent: tuple[int, ...] = ()) -> list[Any]:
     """Answers by rank, None of `silent` ranks, which need not give one; raises what the first rank to fail raised."""
-    PROCESSES.set_forkserver_preload(PRELOAD)
     file = folder / f"store-{len(list(folder.iterdir()))}"
     pipes, processes = dict[int, Connection](), []
     for rank in range(parallel.ranks):
-        here, there = PROCESSES.Pipe(duplex=False)
-        process = PROCESSES.Process(
+        here, there = forking().Pipe(duplex=False)
+        process = forking().Process(
             target=_main, args=(work, parallel, rank, str(file), given, there), daemon=True, name=f"rank {rank}"
         )
         process.start()

@@ -156,6 +156,7 @@ def test_rewards_that_would_be_given_up_too_early_are_refused():
         check_recipe({"reward": {"parts": {"model": 1.0}, "model": {"deadline_s": 20.0}}})
 
 
+@pytest.mark.usefixtures("fork_server")
 def test_two_workers_share_one_process_that_may_die_and_come_back(folder, tmp_path):
     section = Section(folder=str(folder), deadline_s=30.0)
     expected = InPlace(section)

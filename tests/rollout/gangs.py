@@ -1,16 +1,15 @@
-"""Engines over several ranks for tests: this process leads, processes of `python -m tests.rollout.gangs` follow.
+"""Engines over several ranks for tests: this process leads, others follow.
 
-They are started when first needed and serve one engine after another, each over a process group of its own.
+They are forked when first needed and serve one engine after another, each over a process group of its own.
 """
 
 import dataclasses
-import json
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 
 import torch
@@ -20,7 +19,6 @@ from contraflow.config import Engine as EngineSection
 from contraflow.errors import ConfigError
 from contraflow.model.decoder import Decoder, new_decoder
 from contraflow.model.families import ModelConfig
-from contraflow.model.kinds import Latent
 from contraflow.parallel.layout import cut, shards
 from contraflow.parallel.mesh import Mesh
 from contraflow.rollout.follow import follow
@@ -28,6 +26,7 @@ from contraflow.rollout.gang import GangCore, GangEngine
 from contraflow.rollout.rank import Rank, empty_part, join_ranks, led_engine
 from contraflow.runtime.base import Rendezvous
 from contraflow.types import Version
+from tests.processes import forking
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,20 +43,6 @@ class Spec:
     @property
     def ranks(self) -> int:
         return self.section.parallel.ranks
-
-    def text(self, rank: int, meeting: str) -> str:
-        fields, section = dataclasses.asdict(self.config), self.section.model_dump(mode="json")
-        version = None if self.version is None else [self.version.line, self.version.n]
-        return json.dumps([fields, section, self.seed, self.std, version, self.turned, rank, meeting])
-
-
-def read(text: str) -> tuple[Spec, Rendezvous]:
-    fields, section, seed, std, version, turned, rank, meeting = json.loads(text)
-    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
-    fields["latent"] = fields["latent"] and Latent(**fields["latent"])
-    checked = EngineSection.model_validate_json(json.dumps(section))
-    spec = Spec(ModelConfig(**fields), checked, seed, std, version and Version(*version), turned)
-    return spec, Rendezvous(rank, checked.parallel.ranks, meeting)
 
 
 def join(spec: Spec, rendezvous: Rendezvous) -> Rank:
@@ -79,8 +64,9 @@ class Gang:
     """Follower processes by number, from 1. One that ended is started again when it is needed."""
 
     def __init__(self) -> None:
-        self.followers: dict[int, subprocess.Popen[str]] = {}
+        self.followers: dict[int, BaseProcess] = {}
         self.broken: list[str] = []  # what engines said of their ranks
+        self._orders: dict[int, Connection] = {}
         self._folder = tempfile.TemporaryDirectory()
         self._engines = 0
         self._last: Rank | None = None
@@ -92,10 +78,7 @@ class Gang:
         self._engines += 1
         meeting = f"file://{self._folder.name}/{self._engines}"
         for rank in range(1, spec.ranks):
-            stdin = self._follower(first + rank - 1).stdin
-            assert stdin is not None
-            stdin.write(spec.text(rank, meeting) + "\n")
-            stdin.flush()
+            self._follower(first + rank - 1).send((spec, Rendezvous(rank, spec.ranks, meeting)))
         self._last = join(spec, Rendezvous(0, spec.ranks, meeting))
         return self._last
 
@@ -110,37 +93,37 @@ class Gang:
         """End the followers."""
         for follower in self.followers.values():
             follower.kill()  # stopped ones too
-            follower.wait()
+            follower.join()
         self._folder.cleanup()
 
-    def _follower(self, number: int) -> "subprocess.Popen[str]":
-        if number not in self.followers or self.followers[number].poll() is not None:
-            command = [sys.executable, "-m", "tests.rollout.gangs"]
-            self.followers[number] = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
-        return self.followers[number]
+    def _follower(self, number: int) -> Connection:
+        if number not in self.followers or self.followers[number].exitcode is not None:
+            there, self._orders[number] = forking().Pipe(duplex=False)
+            self.followers[number] = forking().Process(target=serve, args=(there,), daemon=True)
+            self.followers[number].start()
+            there.close()
+        return self._orders[number]
 
 
-def main() -> None:
-    """Follow, one engine after another. Ends with standard input, whatever it is doing: whoever leads is gone then."""
+def serve(orders: Connection) -> None:
+    """Follow, one engine after another. Ends with `orders`, whatever it is doing: whoever leads is gone then."""
     torch.set_num_threads(1)
-    lines = SimpleQueue[str]()
+    engines = SimpleQueue[tuple[Spec, Rendezvous]]()
 
     def receive() -> None:
-        for line in sys.stdin:
-            lines.put(line)
-        os._exit(0)
+        try:
+            while True:
+                engines.put(orders.recv())
+        except EOFError:
+            os._exit(0)
 
     threading.Thread(target=receive, daemon=True).start()
     while True:
         try:
-            rank = join(*read(lines.get()))
+            rank = join(*engines.get())
         except ConfigError:  # the leader got it too
             continue
         try:
             follow(rank.core, rank.star, rank.mesh)
         finally:
             rank.leave()
-
-
-if __name__ == "__main__":
-    main()

@@ -21,6 +21,7 @@ from contraflow.weights import open_carrier
 from contraflow.weights.probe import make_probe, probe_logprobs, probe_prompts
 from contraflow.weights.publish import publish
 
+pytestmark = pytest.mark.usefixtures("fork_server")
 CALL_S = 60.0
 ENV = """
 from contraflow.envs.base import Observation

@@ -19,6 +19,7 @@ from contraflow.errors import ChannelError, DeadlineExceeded, RemoteError, Worke
 from contraflow.runtime.drill import Drill, make_drill
 from contraflow.runtime.local import MAX_PATH, LocalRuntime
 
+pytestmark = pytest.mark.usefixtures("fork_server")
 Scene = Callable[[LocalRuntime], Awaitable[None]]
 
 

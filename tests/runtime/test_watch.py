@@ -17,6 +17,7 @@ from contraflow.runtime.local import LocalRuntime
 from contraflow.runtime.status import Status
 from contraflow.runtime.watch import LOOK_S, Patient, Pulse, keep_stacks
 
+pytestmark = pytest.mark.usefixtures("fork_server")
 HANG_S = 3.0
 
 

@@ -24,7 +24,10 @@ from contraflow.weights.fetch import fetch
 from contraflow.weights.probe import check_probe, probe_logprobs
 from tests.train.cutting import saved
 
-pytestmark = pytest.mark.timeout(300)  # several processes; on a busy machine they wait for each other
+pytestmark = [
+    pytest.mark.usefixtures("fork_server"),
+    pytest.mark.timeout(300),  # several processes; on a busy machine they wait for each other
+]
 WEIGHTS = config.Weights(carrier="blob", chunk_bytes=4096)
 LOSS = config.Loss(kl_weight=0.1, balance_weight=0.01)
 LOOK = lab.Bench(tokens=30, versions=3, temperature=1.5, keeps_cache=True, seed=3, tokens_per_batch=40)

@@ -1,6 +1,5 @@
 """One trainer rank in this process and engines of one rank in others, joined by links: on any pair of devices."""
 
-import multiprocessing as mp
 import os
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -18,6 +17,7 @@ from contraflow.types import Manifest, Probe, Version
 from contraflow.weights.bridge import Bridge, Link, open_bridge
 from contraflow.weights.collective import Inbox, Outbox, contents
 from contraflow.weights.reshard import Plan, plan
+from tests.processes import forking
 
 ONE = Parallel()
 CONFIG = ModelConfig(
@@ -85,8 +85,8 @@ class Trainer:
         """A new engine, and the trainer's end of the link to it."""
         self.number += 1
         link = Link("rollout-0", self.number, f"file://{self.folder}/meeting")
-        here, there = mp.get_context("spawn").Pipe()
-        engine = mp.get_context("spawn").Process(target=serve, args=(link, self.engine_device, self.wired[1], there))
+        here, there = forking().Pipe()
+        engine = forking().Process(target=serve, args=(link, self.engine_device, self.wired[1], there))
         engine.start()
         self.engines.append(engine)
         bridge = join(link, 0, torch.device(self.wired[0]), self.deadline_s)

@@ -1,7 +1,6 @@
 """The memory carrier on its own: locks, room, and what happens around it in other processes."""
 
 import fcntl
-import multiprocessing as mp
 import os
 import shutil
 import signal
@@ -23,9 +22,8 @@ from contraflow.weights.fetch import fetch
 from contraflow.weights.manifest import encode_manifest
 from contraflow.weights.memory import MemoryCarrier, shared_folder
 from contraflow.weights.publish import publish
+from tests.processes import forking
 
-CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["contraflow.weights.publish"])
 WAIT_S = 60.0
 
 
@@ -134,8 +132,8 @@ def _hold(root: Path, run_id: str, answers: Connection) -> None:
 
 
 def test_a_killed_publisher_gives_up_its_lock_and_a_reader_keeps_its_map(root: Path, run_id: str) -> None:
-    answers, given = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=_hold, args=(root, run_id, given))
+    answers, given = forking().Pipe()
+    process = forking().Process(target=_hold, args=(root, run_id, given))
     process.start()
     assert answers.poll(WAIT_S)
     manifest = answers.recv()
