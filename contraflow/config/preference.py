@@ -34,6 +34,7 @@ class Preferences(Section):
     characters: Annotated[str, Field(min_length=1)] = "0123456789"  # of which the rule draws answers
     shortest: Count = 1  # characters of a drawn answer
     longest: Count = 6  # the same, at most
+    repeats: bool = True  # whether a drawn answer may use a character twice
 
     @model_validator(mode="after")
     def _lengths_in_order(self) -> Self:
@@ -41,6 +42,9 @@ class Preferences(Section):
             raise ValueError(f"longest = {self.longest} is less than shortest = {self.shortest}")
         if len(set(self.characters)) ** self.longest < 2:
             raise ValueError(f"characters = {self.characters!r}: no two answers can differ")
+        kinds = len(set(self.characters))
+        if not self.repeats and self.longest > kinds:
+            raise ValueError(f"repeats = false with longest = {self.longest}: characters has {kinds} different ones")
         return self
 
 

@@ -13,12 +13,13 @@ from contraflow.rewards.judge import open_judge
 from contraflow.rewards.math import MathPart, open_math_sandbox
 from contraflow.rewards.mix import Mix, Slow
 from contraflow.rewards.model import MODEL, InPlace
-from contraflow.rewards.rules import correct, even, partial, score, tool, well_formed
+from contraflow.rewards.rules import correct, even, even_once, partial, score, tool, well_formed
 from contraflow.rewards.sandbox.pool import Sandbox
 
 PARTS: dict[str, Part] = {
     "correct": correct,
     "even": even,
+    "even_once": even_once,
     "format": well_formed,
     "partial": partial,
     "score": score,

@@ -1,4 +1,4 @@
-"""Reward parts that are rules over text. Each is pure and gives a number, in [0, 1] but for `even`."""
+"""Reward parts that are rules over text. Each is pure and gives a number, in [0, 1] but for `even` and `even_once`."""
 
 import re
 
@@ -66,4 +66,14 @@ def even(task: Task, transcript: Transcript) -> float:
     """
     answer = transcript.answer
     liked = sum(char in "02468" for char in answer[:6])
+    return (2 * liked - len(answer)) / 10
+
+
+def even_once(task: Task, transcript: Transcript) -> float:
+    """A tenth for each different even digit, less a tenth for every other character, repeats among them: `2844` 0.2.
+
+    At most 0.5. A taste like `even`, one that a policy which says the same again and again does not meet.
+    """
+    answer = transcript.answer
+    liked = len(set(answer) & set("02468"))
     return (2 * liked - len(answer)) / 10

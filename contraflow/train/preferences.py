@@ -60,8 +60,9 @@ class Pairs:
 def make_preferences(section: config.Preferences, env: Env, seed: int, *, split: Split) -> Iterator[Preference]:
     """Pairs without end, one for each task of a split: two drawn answers that the golden part tells apart.
 
-    Lengths are uniform in [shortest, longest], characters uniform. The better one is chosen with probability
-    sigmoid(distance / temperature) (Bradley and Terry). Raises: ConfigError when the part does not tell answers apart.
+    Lengths are uniform in [shortest, longest], characters uniform among all, or among those not used yet where
+    `repeats` is false. The better one is chosen with probability sigmoid(distance / temperature) (Bradley and Terry).
+    Raises: ConfigError when the part does not tell answers apart.
     """
     mix = make_mix({section.gold: 1.0})
     index = 0
@@ -91,7 +92,12 @@ def _preference(section: config.Preferences, task: Task, mix: Mix, draws: Draws)
 
 def _answer(section: config.Preferences, draws: Draws) -> str:
     length = section.shortest + draws.below(section.longest - section.shortest + 1)
-    return "".join(section.characters[draws.below(len(section.characters))] for _ in range(length))
+    left, drawn = section.characters, ""
+    for _ in range(length):
+        drawn += left[draws.below(len(left))]
+        if not section.repeats:
+            left = left.replace(drawn[-1], "")
+    return drawn
 
 
 def _gold(mix: Mix, task: Task, answer: str) -> float:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from contraflow.errors import RewardError
 from contraflow.rewards.base import Said, Transcript
-from contraflow.rewards.rules import correct, even, partial, tool, well_formed
+from contraflow.rewards.rules import correct, even, even_once, partial, tool, well_formed
 from contraflow.types import StopReason, Task
 
 TASK = Task(key="train/0", prompt="12+34=", reference="64", facts={"format": "[0-9]+", "refused": "?="})
@@ -68,3 +68,11 @@ def test_partial_credit_is_whole_for_equal_texts_only(answer, reference):
 )
 def test_even_digits_count_up_to_the_sixth_character_and_all_others_cost(answer, score):
     assert even(TASK, said(answer)) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [("", 0), ("2844", 0.2), ("02468", 0.5), ("2468024680", 0.0), ("4444", -0.2), ("7", -0.1), ("x2", 0)],
+)
+def test_a_different_even_digit_counts_once_and_all_else_costs(answer, score):
+    assert even_once(TASK, said(answer)) == pytest.approx(score)

@@ -3,11 +3,15 @@ import math
 from pathlib import Path
 
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from contraflow.config import Preferences
 from contraflow.envs.registry import make_env
 from contraflow.errors import ConfigError, ModelError
 from contraflow.model.tokenizer import build_char_tokenizer
+from contraflow.rewards.base import Said, Transcript
+from contraflow.rewards.rules import even, even_once
 from contraflow.train.preferences import (
     Preference,
     encode_pairs,
@@ -15,12 +19,18 @@ from contraflow.train.preferences import (
     read_preferences,
     write_preferences,
 )
+from contraflow.types import StopReason, Task
 
+TASK = Task(key="train/0", prompt="1+1=", reference="2")
 ENV = make_env("arithmetic", {})
 
 
 def made(count, seed=0, split="train", **fields):
     return list(itertools.islice(make_preferences(Preferences(**fields), ENV, seed, split=split), count))
+
+
+def said(answer):
+    return Transcript((Said("prompt", TASK.prompt), Said("model", answer)), StopReason.STOP)
 
 
 def test_a_seed_always_makes_the_same_pairs_and_another_one_others():
@@ -36,6 +46,30 @@ def test_pairs_are_of_the_lengths_and_characters_asked_for_and_the_rule_tells_th
         for answer in (row.chosen, row.rejected):
             assert 2 <= len(answer) <= 4
             assert set(answer) <= set("0123")
+
+
+@given(st.text("0123456789ab", min_size=2, max_size=12), st.integers(0, 2**32))
+def test_answers_drawn_without_repeats_have_none(characters, seed):
+    kinds = len(set(characters))
+    assume(kinds > 1)
+    for row in made(5, seed, characters=characters, longest=kinds, repeats=False):
+        for answer in (row.chosen, row.rejected):
+            assert len(set(answer)) == len(answer) <= kinds
+            assert set(answer) <= set(characters)
+
+
+def test_pairs_without_repeats_do_not_tell_the_rule_that_counts_once_from_the_one_that_counts_all():
+    rows = made(300, gold="even_once", repeats=False, temperature=0.0)
+    answers = [answer for row in rows for answer in (row.chosen, row.rejected)]
+    for answer in answers:
+        assert even_once(TASK, said(answer)) == pytest.approx(even(TASK, said(answer)))
+    repeating = [answer for row in made(300) for answer in (row.chosen, row.rejected)]
+    assert any(even_once(TASK, said(answer)) < even(TASK, said(answer)) for answer in repeating)
+
+
+def test_more_characters_than_there_are_different_ones_are_refused():
+    with pytest.raises(ValueError, match="repeats = false with longest = 6: characters has 2 different ones"):
+        Preferences(characters="0101", repeats=False)
 
 
 def test_without_heat_the_better_one_is_always_chosen():
