@@ -16,8 +16,11 @@ from pathlib import Path
 import pytest
 
 from contraflow.errors import ChannelError, DeadlineExceeded, RemoteError, WorkerDied
+from contraflow.runtime.base import Address
 from contraflow.runtime.drill import Drill, make_drill
 from contraflow.runtime.local import MAX_PATH, LocalRuntime
+from contraflow.runtime.process import status_path
+from contraflow.runtime.status import read_status
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 Scene = Callable[[LocalRuntime], Awaitable[None]]
@@ -154,13 +157,20 @@ def test_no_more_calls_than_allowed_are_in_a_worker_and_all_fail_with_it(tmp_pat
     async def scene(runtime: LocalRuntime) -> None:
         ref = await runtime.start("drill", make_drill)
         calls = [asyncio.ensure_future(ref.call(60, Drill.wait, 60)) for _ in range(1500)]
-        await ref_is_full(runtime, calls)
+        await is_full(ref.address)
+        await asyncio.wait(calls, timeout=0.3)  # one too many would get in now
+        runtime.kill("drill")
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         assert {str(outcome) for outcome in outcomes} == {"worker 'drill' died: SIGKILL; was running wait x1024"}
 
-    async def ref_is_full(runtime: LocalRuntime, calls: list[asyncio.Future[str]]) -> None:
-        await asyncio.wait(calls, timeout=1.5)
-        runtime.kill("drill")
+    async def is_full(address: Address) -> None:
+        async with asyncio.timeout(30):
+            while "wait x1024" not in running(address):  # noqa: ASYNC110 - another process writes it
+                await asyncio.sleep(0.05)
+
+    def running(address: Address) -> str:
+        status = read_status(status_path(address))
+        return status.running if status else ""
 
     play(scene, tmp_path)
 
