@@ -47,8 +47,9 @@ def render(recipe_file: Path, overrides: Sequence[str], nodes_file: Path | None 
 def files(site: Site, source: str) -> dict[str, str]:
     """The objects of a site that fits, as files."""
     found = {f"{_plural(kind)}.yaml": write_objects(objects) for kind, objects in _objects(site).items()}
-    found["values.efa.yaml"] = write_objects([efa_values(site)], about="values of eks/aws-efa-k8s-device-plugin")
-    found["values.nvidia.yaml"] = write_objects([nvidia_values(site)], about="values of nvdp/nvidia-device-plugin")
+    if any(ask.gpus for ask in site.asks.values()):
+        found["values.efa.yaml"] = write_objects([efa_values(site)], about="values of eks/aws-efa-k8s-device-plugin")
+        found["values.nvidia.yaml"] = write_objects([nvidia_values(site)], about="values of nvdp/nvidia-device-plugin")
     found["ORDER.md"] = order(site, source)
     return dict(sorted(found.items()))
 

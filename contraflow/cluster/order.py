@@ -55,9 +55,10 @@ def _price(ask: Ask) -> float | None:
 
 def _up(site: Site, source: str) -> list[str]:
     cluster = site.cluster
-    gpu = sorted({ask.instance.name for ask in site.asks.values() if ask.gpus})
+    gpu = any(ask.gpus for ask in site.asks.values())
+    kinds = ", ".join(sorted({ask.instance.name for ask in site.asks.values()}))
     steps = [
-        f"Quotas: running on-demand, Spot or capacity-block instances of {', '.join(gpu)} in {cluster.region}; a bucket"
+        f"Quotas: running on-demand, Spot or capacity-block instances of {kinds} in {cluster.region}; a bucket"
         f" `{site.bucket}` in {cluster.region}; both images in a registry that the nodes can read.",
         "The cluster, its roles and its nodes (20 to 40 minutes; from here on machines cost):"
         " `eksctl create cluster -f clusterconfigs.yaml`",
@@ -66,9 +67,13 @@ def _up(site: Site, source: str) -> list[str]:
     steps += [f"A model, from its folder: `aws s3 sync {model} {cluster.storage}/models/{model}`" for model in models]
     if cluster.nodes_by == "karpenter":
         steps += _karpenter(site)
+    if gpu:
+        steps.append(
+            "Devices: `helm install efa eks/aws-efa-k8s-device-plugin -n kube-system -f values.efa.yaml` and"
+            f" `helm install nvidia nvdp/nvidia-device-plugin --version {NVIDIA_PLUGIN_CHART} -n kube-system"
+            " -f values.nvidia.yaml`"
+        )
     steps += [
-        "Devices: `helm install efa eks/aws-efa-k8s-device-plugin -n kube-system -f values.efa.yaml` and `helm install"
-        f" nvidia nvdp/nvidia-device-plugin --version {NVIDIA_PLUGIN_CHART} -n kube-system -f values.nvidia.yaml`",
         f"The operator: `helm install kuberay kuberay/kuberay-operator --version {KUBERAY_CHART} -n {OPERATOR}"
         " --create-namespace`",
         f"Prometheus and Grafana: `helm install prometheus prometheus-community/kube-prometheus-stack -n {MONITORING}"

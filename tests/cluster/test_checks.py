@@ -251,6 +251,23 @@ def test_hugepages_have_to_be_set_aside(tmp_path: Path) -> None:
     assert "can give 0 hugepages-2Mi in MiB, its pods need 5120: were they set aside at its start?" in said
 
 
+def test_nodes_of_a_pool_that_the_recipe_lacks_are_named(tmp_path: Path) -> None:
+    path = listed(tmp_path)
+    tree = json.loads(path.read_text(encoding="utf-8"))
+    tree["items"].append({"metadata": {"labels": {"contraflow/pool": "env"}}, "status": tree["items"][-1]["status"]})
+    path.write_text(json.dumps(tree), encoding="utf-8")
+    assert "there are nodes of a pool 'env', which cluster.pools does not have" in refused("eks_2_nodes", nodes=path)
+
+
+def test_a_rehearsal_without_gpus_needs_no_device_plugins() -> None:
+    pools = [f"cluster.pools.{pool}.instance=m5.24xlarge" for pool in ("train", "rollout")]
+    there = ["train.device=cpu", "engine.device=cpu", *pools]
+    found = render(RECIPES / "eks_2_nodes.toml", there)
+    assert not any(name.startswith("values.") for name in found)
+    assert "values." not in found["ORDER.md"]
+    assert set(asked(found, "train")) == {"cpu", "memory"}
+
+
 def test_fewer_nodes_than_said_are_counted(tmp_path: Path) -> None:
     said = refused("eks_2_nodes", "cluster.pools.control.nodes=3", nodes=listed(tmp_path))
     assert "pool 'control' has 1 nodes, cluster.pools.control.nodes = 3" in said
