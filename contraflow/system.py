@@ -5,16 +5,13 @@ anything: that is loop.py.
 """
 
 import asyncio
-import fcntl
-import os
 import secrets
-import shutil
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from contraflow.beginning import Beginning, begin
 from contraflow.buffer.service import Buffer, make_buffer
@@ -22,6 +19,7 @@ from contraflow.config import Engine, Recipe, Train, recipe_toml
 from contraflow.errors import ConfigError, ContraflowError, RunFolderError, WorkerDied
 from contraflow.model.builtin import model_folder
 from contraflow.model.folder import read_config
+from contraflow.model.invariant import open_invariant
 from contraflow.parallel.devices import check_device, first_gpu, visible_gpus, worker_setting
 from contraflow.parallel.layout import check_fit
 from contraflow.rewards.model import MODEL
@@ -30,6 +28,7 @@ from contraflow.rollout.intake import Route
 from contraflow.rollout.open_served import check_servers
 from contraflow.rollout.preflight import check_tasks
 from contraflow.rollout.worker import RolloutWorker, make_rollout_rank, make_rollout_worker
+from contraflow.run_folder import locked, sweep_workers, write_whole
 from contraflow.runtime import open_runtime
 from contraflow.runtime.base import Gang, Ref, Runtime
 from contraflow.telemetry import Clock
@@ -173,16 +172,16 @@ async def open_system(recipe: Recipe, folder: Path, *, resume: bool, clock: Cloc
     check_devices(recipe, visible_gpus(recipe.train.device, recipe.engine.device))
     if resume and not (folder / "recipe.toml").is_file():
         raise RunFolderError(f"{folder} holds no run to resume; leave --resume out to start one")
-    with _locked(folder, resume=resume):
-        _sweep(folder)
+    with locked(folder, resume=resume):
+        sweep_workers(folder)
         runtime = open_runtime(recipe.runtime, folder, clock=clock, preload=PRELOAD)
         try:
             if not resume:  # before anything is started: a run killed while it starts can be resumed
-                _write(folder / "recipe.toml", recipe_toml(recipe))
+                write_whole(folder / "recipe.toml", recipe_toml(recipe))
             writer = secrets.token_hex(8)
             beginning = await asyncio.to_thread(begin, recipe.train, folder, resume=resume, writer=writer, clock=clock)
             system = await _start(recipe, folder, runtime, beginning, resume=resume)
-            _write(folder / "recipe.toml", recipe_toml(recipe))
+            write_whole(folder / "recipe.toml", recipe_toml(recipe))
             yield system
         except BaseException as failure:
             try:
@@ -197,8 +196,10 @@ async def open_system(recipe: Recipe, folder: Path, *, resume: bool, clock: Cloc
 
 
 def check_layouts(recipe: Recipe) -> None:
-    """Raise ConfigError, naming the section and the sizes, unless the model can be spread as the recipe wants it."""
+    """Raise ConfigError, naming the section, unless the model can be spread and computed as the recipe wants it."""
     model = read_config(model_folder(recipe.model.folder))
+    if recipe.engine.bitwise:
+        open_invariant(model)
     for section, parallel in (("train", recipe.train.parallel), ("engine", recipe.engine.parallel)):
         try:
             check_fit(model, parallel)
@@ -322,6 +323,7 @@ async def _start(recipe: Recipe, folder: Path, runtime: Runtime, at: Beginning, 
             critic=recipe.critic,
             threaded=recipe.runtime.kind != "inline",
             proof=recipe.engine.compute,
+            bitwise=recipe.engine.bitwise,
         ),
         buffer=buffer.address,
         engine=recipe.engine,
@@ -345,56 +347,3 @@ async def _forms(system: System) -> list[str]:
     told += [f"engine: {line}" for rollout in rollouts[:1] for line in rollout.engine.forms]
     brief = [line.partition(" (")[0] for line in told]
     return brief if brief == told else [*brief, "the times are in the report"]
-
-
-@contextmanager
-def _locked(folder: Path, *, resume: bool) -> Iterator[None]:
-    with _writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("a+", encoding="utf-8")
-    with lock:
-        if not resume and any(entry.name != "lock" for entry in folder.iterdir()):
-            raise RunFolderError(
-                f"{folder} is not empty; give --folder another name, or --resume to go on with that run"
-            )
-        _claim(lock, folder)
-        yield
-
-
-def _claim(lock: TextIO, folder: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        owner = lock.read().strip() or "unknown"
-        raise RunFolderError(
-            f"{folder} is in use by the run of process {owner}; stop it, or use another folder"
-        ) from None
-    with _writing(folder):
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what a killed run left behind: whoever holds the lock may."""
-    for leftover in folder.glob(".workers-*"):
-        shutil.rmtree(leftover)
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    part = path.with_suffix(".part")
-    with _writing(path):
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as fault:
-        raise RunFolderError(
-            f"{path} cannot be written: {fault}; free some space or choose another --folder"
-        ) from fault

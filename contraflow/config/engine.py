@@ -74,6 +74,7 @@ class Engine(Section):
     kernels: Literal["auto", "off"] = (
         "auto"  # C kernels on a CPU, built at the start; auto: where fp32, one thread and a C compiler are
     )
+    bitwise: bool = False  # engine and trainer give a token the same bits, whatever the batch: see docs/bitwise.md
     replace_every: Annotated[int, Field(ge=0)] = 0  # refreshes between placements of experts by load; 0: in order
     spare_experts: Annotated[int, Field(ge=0)] = 0  # slots of each rank for replicas of popular experts
     offload: Literal["none", "all"] = "none"  # to the host while the trainer steps: weights and KV cache; native only
@@ -122,6 +123,23 @@ class Engine(Section):
             raise ValueError(
                 f"engine.parallel has {self.parallel.ranks} ranks, but engine.kind = 'scripted' has no model to spread"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _bitwise_is_of_one_cpu(self) -> Self:
+        if not self.bitwise:
+            return self
+        wanted = {"kind": "native", "device": "cpu", "compute": "float32", "kernels": "auto"}
+        wanted["on_refresh"] = (
+            "recompute"  # keys and values of older weights are of another function than the trainer's
+        )
+        wrong = [
+            f"{key} = {getattr(self, key)!r}, use {one!r}" for key, one in wanted.items() if getattr(self, key) != one
+        ]
+        if self.parallel.ranks > 1:
+            wrong.append(f"parallel has {self.parallel.ranks} ranks, use one")
+        if wrong:
+            raise ValueError(f"bitwise = true with {'; '.join(wrong)}; or set bitwise = false")
         return self
 
     @model_validator(mode="after")

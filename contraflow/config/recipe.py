@@ -205,6 +205,20 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _bitwise_is_of_both_pools(self) -> Self:
+        wanted = {"device": "cpu", "compute": "float32", "compile": "none"}
+        wrong = [
+            f"train.{key} = {getattr(self.train, key)!r}, use {one!r}"
+            for key, one in wanted.items()
+            if getattr(self.train, key) != one
+        ]
+        if self.train.parallel.ranks > 1:
+            wrong.append(f"train.parallel has {self.train.parallel.ranks} ranks, use one")
+        if self.engine.bitwise and wrong:
+            raise ValueError(f"engine.bitwise = true with {'; '.join(wrong)}; or set engine.bitwise = false")
+        return self
+
+    @model_validator(mode="after")
     def _servers_have_time_and_processes(self) -> Self:
         if not self.engine.served:
             return self

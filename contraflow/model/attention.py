@@ -11,6 +11,7 @@ P padded tokens.
 import inspect
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,9 +21,10 @@ from torch.nn.attention.varlen import varlen_attn
 
 from contraflow.compiled import compiled
 from contraflow.errors import ModelError
+from contraflow.model.arithmetic import TORCH, Computing
 from contraflow.model.families import ModelConfig
 from contraflow.model.kinds import FAMILIES
-from contraflow.model.ops import linear, rms_norm
+from contraflow.model.ops import rms_norm
 from contraflow.model.paged import KernelLayer, Placing
 from contraflow.model.rotary import Rotation, rotate
 from contraflow.model.sinks import Packing, Sight, additive, flash_with_sinks, hidden, sink_attention
@@ -45,11 +47,11 @@ class Plan(Protocol):
 
 
 def attend(q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, plan: LayerPlan, sight: Sight | None = None) -> Tensor:
-    """Causal attention of the fed tokens: `[T, H, d]`. Query head h reads key/value head h // (H / G)."""
-    return plan.attend(q_THd, k_TGd, v_TGd) if sight is None else plan.attend(q_THd, k_TGd, v_TGd, sight)
+    """See `Arithmetic.attend`, by torch."""
+    return TORCH.attend(q_THd, k_TGd, v_TGd, plan, sight)
 
 
-class Attention(nn.Module):
+class Attention(Computing):
     """Projections, query/key norm and rotary positions around `attend`, in layer `index` of the model."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, index: int = 0) -> None:
@@ -79,17 +81,20 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, turn: Rotation, plan: LayerPlan) -> Tensor:
         """`[T, D]` -> `[T, D]`; `turn` holds the tokens' positions."""
-        return linear(self.mixed(x_TD, turn, plan), self.out, self.out_bias)
+        return self.arithmetic.linear(self.mixed(x_TD, turn, plan), self.out, self.out_bias)
 
     def mixed(self, x_TD: Tensor, turn: Rotation, plan: LayerPlan) -> Tensor:
         """What the heads have to say, side by side `[T, H * d]`, before the projection out."""
         heads, kv_heads = self.heads, self.kv_heads
-        qkv = linear(x_TD, self.qkv, self.qkv_bias).view(-1, heads + 2 * kv_heads, self.head_dim)
+        qkv = self.arithmetic.linear(x_TD, self.qkv, self.qkv_bias).view(-1, heads + 2 * kv_heads, self.head_dim)
         sight = None if self.sinks is None else Sight(self.sinks, self.window)
         if isinstance(plan, KernelLayer) and self.placing is not None:
             return plan.attend_projected(qkv, turn, self.placing, sight).flatten(1)
-        q, k, v = compiled(Attention.placed, self.fuse)(self, qkv, turn)
-        return attend(q, k, v, plan, sight).flatten(1)
+        q, k, v = self.arithmetic.placed(qkv, turn, self.placing, kv_heads, partial(self._placed, turn=turn))
+        return self.arithmetic.attend(q, k, v, plan, sight).flatten(1)
+
+    def _placed(self, qkv: Tensor, turn: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        return compiled(Attention.placed, self.fuse)(self, qkv, turn)
 
     @property
     def placing(self) -> Placing | None:
@@ -135,7 +140,7 @@ class PackedPlan:
         if not starts or starts[0] != 0 or min(lengths, default=1) < 1:
             raise ModelError(f"starts {list(starts)[:8]}... must begin with 0 and rise: no sequence may be empty")
         self.tokens, self.longest = starts[-1], max(lengths, default=0)
-        self._starts_S1 = torch.tensor(starts, dtype=torch.int32, device=device)
+        self.starts_S1 = torch.tensor(starts, dtype=torch.int32, device=device)
         self._rectangles, firsts = _rectangles(lengths)
         moved_S = torch.tensor(firsts, dtype=torch.int64) - torch.tensor(starts[:-1], dtype=torch.int64)
         place_T = torch.arange(self.tokens) + moved_S.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
@@ -156,7 +161,7 @@ class PackedPlan:
     def attend(self, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor, sight: Sight | None = None) -> Tensor:
         """See `attend`."""
         if q_THd.is_cuda and self.tokens and q_THd.dtype in FLASH_DTYPES and q_THd.shape[-1] % 8 == 0:
-            starts, longest = self._starts_S1, self.longest
+            starts, longest = self.starts_S1, self.longest
             if sight is not None:
                 packing = Packing(starts, longest)
                 return flash_with_sinks(q_THd, k_TGd, v_TGd, packing, packing, sight)

@@ -17,17 +17,18 @@ from torch.nn import functional as F
 from contraflow.dispatch.base import Dispatch
 from contraflow.dispatch.local import LocalDispatch
 from contraflow.errors import ModelError
+from contraflow.model.arithmetic import Arithmetic, Computing
 from contraflow.model.attention import Attention, LayerPlan, Plan
 from contraflow.model.families import ModelConfig
 from contraflow.model.mla import LatentAttention
 from contraflow.model.moe import DenseMLP, MoE
-from contraflow.model.ops import add_norm, cast, linear, rms_norm
+from contraflow.model.ops import cast
 from contraflow.model.recompute import recomputed
-from contraflow.model.rotary import Rotation, frequencies, rotation, turn_gain
+from contraflow.model.rotary import Rotation, frequencies, turn_gain
 from contraflow.model.router import RouterTape, Tape
 
 
-class Layer(nn.Module):
+class Layer(Computing):
     """Attention and feed-forward, each on a normed copy of the residual stream."""
 
     def __init__(self, config: ModelConfig, attention: nn.Module, mlp: nn.Module, **made: Any) -> None:
@@ -39,13 +40,14 @@ class Layer(nn.Module):
         self.mlp = mlp
 
     def forward(self, x_TD: Tensor, turn: Rotation, plan: LayerPlan, tape: Tape | None) -> Tensor:
-        mixed_TD = self.attention(rms_norm(x_TD, self.attention_norm, self.eps), turn, plan)
-        x_TD, normed_TD = add_norm(x_TD, mixed_TD, self.mlp_norm, self.eps)
+        do = self.arithmetic
+        mixed_TD = self.attention(do.rms_norm(x_TD, self.attention_norm, self.eps), turn, plan)
+        x_TD, normed_TD = do.add_norm(x_TD, mixed_TD, self.mlp_norm, self.eps)
         out: Tensor = x_TD + self.mlp(normed_TD, tape)
         return out
 
 
-class Decoder(nn.Module):
+class Decoder(Computing):
     """A causal language model.
 
     Parameters are `dtype`, except router and head (and an embedding tied to it), which are fp32. `compute_dtype` is the
@@ -113,7 +115,7 @@ class Decoder(nn.Module):
         """
         if tape is not None and tape.used:
             raise ModelError("this router tape already holds a forward pass; give each its own")
-        turn = rotation(positions_T, self.signed_d, self.compute_dtype, self.turn_gain)
+        turn = self.arithmetic.rotation(positions_T, self.signed_d, self.compute_dtype, self.turn_gain)
         span = range(len(self.layers)) if span is None else span
         x_TD = tokens_T if span.start else cast(F.embedding(tokens_T, self.embed), self.compute_dtype)
         for index in span:
@@ -122,11 +124,13 @@ class Decoder(nn.Module):
                 x_TD = recomputed(layer, x_TD, turn, plan.layer(index), tape)
             else:
                 x_TD = layer(x_TD, turn, plan.layer(index), tape)
-        return x_TD if span.stop < len(self.layers) else rms_norm(x_TD, self.norm, self.config.norm_eps)
+        if span.stop < len(self.layers):
+            return x_TD
+        return self.arithmetic.rms_norm(x_TD, self.norm, self.config.norm_eps)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """fp32 `[T, V]`."""
-        return linear(cast(hidden_TD, torch.float32), self.head)
+        return self.arithmetic.linear(cast(hidden_TD, torch.float32), self.head)
 
     @contextmanager
     def computing_in(self, dtype: torch.dtype) -> Iterator[None]:
@@ -149,6 +153,12 @@ class Decoder(nn.Module):
                 module.fuse = True
             if isinstance(module, MoE) and isinstance(module.dispatch, LocalDispatch):
                 module.dispatch.fuse = True
+
+    def compute_with(self, arithmetic: Arithmetic) -> None:
+        """Compute with `arithmetic` from now on, in every module that asks one."""
+        for module in self.modules():
+            if isinstance(module, Computing):
+                module.arithmetic = arithmetic
 
     def use_dispatch(self, dispatch: Dispatch[Any]) -> None:
         """Send tokens through `dispatch` from now on, in every MoE layer."""

@@ -9,9 +9,6 @@ D width, F hidden width of an expert, E experts, K of them a token.
 """
 
 import ctypes
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -19,13 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from contraflow.model.c_library import COMPILERS, build_library
 from contraflow.model.paged import Kernels, Pages, Placing, Seen, Target
 
 SOURCE = Path(__file__).with_suffix(".c")
-COMPILERS = ("cc", "gcc", "clang")
-# No -ffast-math: it would lose what is no number, and set how all of the process treats denormals.
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared")
-DEADLINE_S = 60.0
 LANES = 8
 
 
@@ -112,20 +106,11 @@ def built() -> Kernels | str:
 
 
 def build(compilers: Sequence[str]) -> Kernels | str:
-    """The kernels, by the first of `compilers` that there is; or, for people, why there are none. Takes a second."""
-    compiler = next(filter(None, map(shutil.which, compilers)), None)
-    if compiler is None:
-        return f"no C compiler: none of {', '.join(compilers)} is on the PATH"
-    with tempfile.TemporaryDirectory(prefix="contraflow-") as folder:
-        target = Path(folder, "kernels.so")
-        command = [compiler, *FLAGS, "-o", str(target), str(SOURCE), "-lm"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-            if done.returncode:
-                return f"{compiler} gave {done.returncode}: {done.stderr.strip()[:200] or 'and said nothing'}"
-            kernels = CKernels(ctypes.CDLL(str(target)))  # what is mapped outlives its file
-        except (OSError, AttributeError, subprocess.TimeoutExpired) as fault:
-            return f"{compiler} gave no library: {fault}"
+    """The kernels, or, for people, why there are none: see `build_library`."""
+    library = build_library(SOURCE, compilers)
+    if isinstance(library, str):
+        return library
+    kernels = CKernels(library)
     return Kernels(kernels.place, kernels.decode, None, kernels.experts)
 
 

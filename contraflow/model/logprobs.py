@@ -47,11 +47,13 @@ def token_logprobs(
         logprobs_T, entropy_T = splithead.SplitLogprobs.apply(hidden_TD, head_VD, targets_T, temperature, size, fuse)  # type: ignore[no-untyped-call]
         return logprobs_T, entropy_T
     size = chunk or max(CHUNK_LOGITS // head_VD.shape[0], 1)
-    logprobs_T, entropy_T = _TokenLogprobs.apply(hidden_TD, head_VD, targets_T, temperature, size)  # type: ignore[no-untyped-call]
+    logprobs_T, entropy_T = TokenLogprobs.apply(hidden_TD, head_VD, targets_T, temperature, size)  # type: ignore[no-untyped-call]
     return logprobs_T, entropy_T
 
 
-class _TokenLogprobs(torch.autograd.Function):
+class TokenLogprobs(torch.autograd.Function):
+    """See `token_logprobs`, `size` tokens at a time."""
+
     @staticmethod
     def forward(
         ctx: Any, hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, temperature: float, size: int

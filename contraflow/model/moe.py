@@ -14,10 +14,11 @@ from torch.nn import functional as F
 from contraflow.compiled import compiled
 from contraflow.dispatch.base import Dispatch, Rows
 from contraflow.dispatch.local import LocalDispatch
+from contraflow.model.arithmetic import Computing
 from contraflow.model.clamped import add_bias, clamped_swiglu
 from contraflow.model.families import ModelConfig
 from contraflow.model.kinds import FAMILIES
-from contraflow.model.ops import cast, computed, kernels_serve, linear
+from contraflow.model.ops import cast, computed, kernels_serve, swiglu
 from contraflow.model.paged import Kernels
 from contraflow.model.router import Router, Tape
 from contraflow.model.sigmoid_router import SigmoidRouter
@@ -27,7 +28,7 @@ FEW_ROWS = 32  # of an expert on average, up to which C beats torch on a CPU at 
 MOST_PAIRS = 32768  # that our kernels take, and were measured with: beyond, a prefill is given to torch's matmuls
 
 
-class DenseMLP(nn.Module):
+class DenseMLP(Computing):
     """SwiGLU (Shazeer 2020) with gate and up fused into one matrix."""
 
     def __init__(
@@ -40,10 +41,11 @@ class DenseMLP(nn.Module):
 
     def forward(self, x_TD: Tensor, tape: Tape | None) -> Tensor:
         """`[T, D]` -> `[T, D]`; records nothing."""
-        return linear(swiglu(linear(x_TD, self.gate_up)), self.down)
+        do = self.arithmetic
+        return do.linear(do.swiglu(do.linear(x_TD, self.gate_up)), self.down)
 
 
-class MoE(nn.Module):
+class MoE(Computing):
     """A mixture of SwiGLU experts behind a dispatch.
 
     With `fuse`, rows are weighted before an expert's last matmul, which is linear, instead of after it: there it takes
@@ -70,15 +72,18 @@ class MoE(nn.Module):
     def forward(self, x_TD: Tensor, tape: Tape | None) -> Tensor:
         """`[T, D]` -> `[T, D]`, the sum of each token's experts by router weight."""
         ids_TK, weights_TK = self.router(x_TD, tape)
+        out_TD = self.arithmetic.mixed(x_TD, ids_TK, weights_TK, (self.gate_up, self.down), self.mixed)
+        return out_TD if self.shared is None else out_TD + self.shared(x_TD, None)
+
+    def mixed(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """The experts' part: by kernels where they take so few or so many rows, else behind the dispatch."""
         if self.kernels is not None and self.few(x_TD, ids_TK.numel()):
-            out_TD = self.kernels.experts(x_TD, ids_TK, weights_TK, self.gate_up, self.down)
-        elif self.whole(x_TD, ids_TK.numel()):
+            return self.kernels.experts(x_TD, ids_TK, weights_TK, self.gate_up, self.down)
+        if self.whole(x_TD, ids_TK.numel()):
             from contraflow.model import kernels_experts
 
-            out_TD = kernels_experts.experts(x_TD, ids_TK, weights_TK, self.gate_up, self.down)
-        else:
-            out_TD = self.dispatch.mix(x_TD, ids_TK, weights_TK, self.answers)
-        return out_TD if self.shared is None else out_TD + self.shared(x_TD, None)
+            return kernels_experts.experts(x_TD, ids_TK, weights_TK, self.gate_up, self.down)
+        return self.dispatch.mix(x_TD, ids_TK, weights_TK, self.answers)
 
     def whole(self, x_TD: Tensor, pairs: int) -> bool:
         """Whether our own kernels do all of the mixture for so many pairs: nothing to send, no bias, no cast."""
@@ -115,12 +120,6 @@ class MoE(nn.Module):
             return F.grouped_mm(swiglu(gate_up_RF), down, offs=ends_E)
         hidden_RF = clamped_swiglu(add_bias(gate_up_RF, self.gate_up_bias, ends_E), self.alpha, self.limit)
         return add_bias(F.grouped_mm(hidden_RF, down, offs=ends_E), self.down_bias, ends_E)
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of `[..., 2F]` -> `[..., F]`."""
-    gate, up = gate_up.chunk(2, -1)
-    return F.silu(gate) * up
 
 
 def weighted_swiglu(gate_up_RF: Tensor, weights_R: Tensor) -> Tensor:

@@ -52,6 +52,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, computed(weight, x.dtype), None if bias is None else cast(bias, x.dtype))
 
 
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of `[..., 2F]` -> `[..., F]`."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
 def kernels_serve(x: Tensor) -> bool:
     """Whether `x` goes through our own kernels: in half precision, on a GPU that Triton knows, in inference mode.
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from contraflow.errors import ModelError
+from contraflow.model.arithmetic import Computing
 from contraflow.model.families import ModelConfig
 from contraflow.model.kinds import FAMILIES
-from contraflow.model.ops import cast, kernels_serve, linear
+from contraflow.model.ops import cast, kernels_serve
 
 
 class Given(NamedTuple):
@@ -133,7 +134,7 @@ class RouterTape:
             raise ModelError("the router tape is empty: no forward pass recorded on it, or the model has no experts")
 
 
-class Router(nn.Module):
+class Router(Computing):
     """Softmax top-K over experts; gpt-oss's adds a bias to the logits."""
 
     def __init__(self, config: ModelConfig, device: torch.device | str) -> None:
@@ -147,8 +148,9 @@ class Router(nn.Module):
         """`[T, D]` -> expert ids int64 `[T, K]`, best first, and their weights fp32 `[T, K]`."""
         if kernels_serve(x_TD) and self.bias is None and (tape is None or tape.free):
             return self._routed(x_TD, tape)
-        logits_TE = linear(cast(x_TD, torch.float32), self.weight, self.bias)
-        scores_TE = logits_TE if self.renormalise else logits_TE.softmax(-1)
+        do = self.arithmetic
+        logits_TE = do.linear(cast(x_TD, torch.float32), self.weight, self.bias)
+        scores_TE = logits_TE if self.renormalise else do.softmax(logits_TE)
         if tape is None:
             weights_TK, ids_TK = scores_TE.topk(self.top_k)
         else:  # one way to the weights, whoever chose: a pass and its repetition must keep the same tensors
@@ -156,7 +158,7 @@ class Router(nn.Module):
             weights_TK = scores_TE.gather(1, ids_TK)
             tape.record(ids_TK, logits_TE)
         # A softmax over the chosen is the renormalised softmax over all.
-        return ids_TK, weights_TK.softmax(-1) if self.renormalise else weights_TK
+        return ids_TK, do.softmax(weights_TK) if self.renormalise else weights_TK
 
     def _routed(self, x_TD: Tensor, tape: Tape | None) -> tuple[Tensor, Tensor]:
         from contraflow.model import kernels_tokens

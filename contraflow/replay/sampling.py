@@ -12,7 +12,7 @@ from contraflow.buffer.recorded import Recorded
 from contraflow.config import Engine, Parallel, Recipe
 from contraflow.errors import ConfigError, ReplayError
 from contraflow.model.builtin import model_folder
-from contraflow.rollout.resample import TOLERANCE, How, Resampler, Tally, make_resampler
+from contraflow.rollout.resample import EXACT, TOLERANCE, How, Resampler, Tally, make_resampler
 from contraflow.runtime.base import Ref, Runtime
 from contraflow.types import Chosen, Manifest, Take
 
@@ -34,6 +34,7 @@ class Resampling:
     ) -> None:
         self._resampler, self._due, self._tally = resampler, due, gone
         self._recipe, self._cut_step, self._tell = recipe, cut_step, tell
+        self._tolerance = tolerance_of(recipe.engine)
 
     async def follow(self, manifest: Manifest) -> None:
         """Have a version sample again what it had sampled. Raises CarrierError, EngineError, PayloadError."""
@@ -73,8 +74,8 @@ class Resampling:
         if again.alike != again.pieces:
             raise ReplayError(
                 f"{again.pieces - again.alike} of {again.pieces} pieces came out otherwise, first"
-                f" {self._tally.differences[0]} (log-probabilities may differ by {TOLERANCE:g}): a payload was changed,"
-                " or machine, libraries or recipe are not those of the run"
+                f" {self._tally.differences[0]} (log-probabilities may differ by {self._tolerance:g}): a payload was"
+                " changed, or machine, libraries or recipe are not those of the run"
             )
 
 
@@ -89,6 +90,11 @@ def check_repeats(engine: Engine) -> None:
         wrong = f"engine.parallel.wire = {engine.parallel.wire!r}: tokens are rounded on their way between ranks"
     if wrong:
         raise ConfigError(f"this run cannot be sampled again, {wrong}; leave --sample out to train it again")
+
+
+def tolerance_of(engine: Engine) -> float:
+    """By how much a log-probability may differ when it is computed again, in another batch."""
+    return EXACT if engine.bitwise else TOLERANCE
 
 
 async def open_resampling(
@@ -111,6 +117,7 @@ async def open_resampling(
             temperature=recipe.rollout.temperature,
             keeps_cache=recipe.engine.on_refresh == "keep",
             first=first,
+            tolerance=tolerance_of(recipe.engine),
         ),
         engine=recipe.engine.model_copy(update=alone),
         weights=recipe.weights,

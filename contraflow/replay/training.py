@@ -106,6 +106,7 @@ async def _start_trainer(
             critic=recipe.critic,
             threaded=recipe.runtime.kind != "inline",
             proof=recipe.engine.compute,
+            bitwise=recipe.engine.bitwise,
         ),
         buffer=record.address,
         engine=recipe.engine,

@@ -22,6 +22,7 @@ from contraflow.dispatch.local import LocalDispatch
 from contraflow.model.attention import FLASH_DTYPES, Attention, Plan
 from contraflow.model.cache import KVCache
 from contraflow.model.decoder import Decoder
+from contraflow.model.invariant import open_invariant
 from contraflow.model.kernels_cpu import built
 from contraflow.model.moe import MoE
 from contraflow.model.paged import KernelPlan, Kernels, paged_plan
@@ -83,6 +84,11 @@ class Passes:
         attention = decoder.layers[0].attention
         if isinstance(attention, Attention):  # a tensor-parallel rank has its share of the heads, and caches those
             config = dataclasses.replace(config, heads=attention.heads, kv_heads=attention.kv_heads)
+        self._sample = sample
+        self._invariant = open_invariant(config) if section.bitwise else None
+        if self._invariant is not None:
+            decoder.compute_with(self._invariant)
+            self._sample = self._invariant.sample
         cuda = self.device.type == "cuda"
         self.ahead = alone and (section.lookahead == "on" or (section.lookahead == "auto" and cuda))
         self.cache = KVCache(
@@ -129,6 +135,8 @@ class Passes:
         """How decode passes run, for people."""
         how = "eager" if self.graphs is None else self.graphs.told
         kernels = "; kernels in C" if self._kernels is not None else ""
+        if self._invariant is not None:
+            kernels = "; bitwise: batch-invariant kernels in C"
         if self._without:
             kernels = f"; no kernels in C: {self._without}"
         return f"{how}; {'one ahead of the tokens read' if self.ahead else 'one by one'}{kernels}"
@@ -175,7 +183,12 @@ class Passes:
         tokens, positions, tables, lengths, slots, queries = (
             self._there(x.astype(np.int64)) for x in (tokens_T, positions_T, tables_BN, lengths_B, slots_T, queries_BQ)
         )
-        self._forward(tokens, positions, paged_plan(self.cache, tables, lengths, slots, queries), slots)
+        plan: Plan
+        if self._invariant is not None:
+            plan = KernelPlan(self.cache, tables, lengths, slots, queries, self._kernels)
+        else:
+            plan = paged_plan(self.cache, tables, lengths, slots, queries)
+        self._forward(tokens, positions, plan, slots)
 
     @torch.inference_mode()
     def idle(self, phase: Phase) -> None:
@@ -267,7 +280,7 @@ class Passes:
         else:
             plan = RowPlan(self.near, numbers_B[POSITION], lengths_B, self._width() * self.cache.block_tokens)
         hidden_BD = self._forward(tokens_B, numbers_B[POSITION], plan, slots_B)
-        tokens_B, logprobs_B = sample(
+        tokens_B, logprobs_B = self._sample(
             self._logits(hidden_BD),
             scales_B=reals_B[SCALE],
             # On a device the kernels of a step are always the same; here two less are 12 of its 2000 us.
@@ -306,6 +319,8 @@ class Passes:
 
     def _c_kernels(self, section: EngineSection) -> tuple[Kernels | None, str]:
         """Kernels for decoding on a CPU; or why there are none, for people, "" where none are wanted."""
+        if self._invariant is not None:
+            return self._invariant.kernels.paging, ""
         if self.device.type != "cpu" or section.kernels == "off":
             return None, ""
         if self.cache.pool.dtype != torch.float32:

@@ -28,6 +28,7 @@ from contraflow.types import Chosen, Completion, Episode, Group, Manifest, Reque
 from contraflow.weights import open_carrier
 
 TOLERANCE = 1e-4  # of a log-probability: rows of another batch are added up in another order, and fp32 rounds
+EXACT = 0.0  # the same in bitwise mode, where they are not
 _RECORD_S = 60.0  # deadline of a read of payloads
 _TOLD = 8  # differences of one call that are told by name; the rest is counted
 
@@ -94,6 +95,7 @@ class How(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     keeps_cache: bool  # an unfinished answer kept its KV cache when weights changed
     first: int  # the oldest version that will be served
+    tolerance: float = TOLERANCE  # by which log-probabilities may differ
 
 
 class Survey(msgspec.Struct, frozen=True):
@@ -127,7 +129,7 @@ def pieces(group: Group, how: How, *, whole_turns: bool) -> Iterator[Piece]:
                 )
 
 
-def compare(episode: Episode, piece: Piece, made: Completion) -> tuple[Count, str]:
+def compare(episode: Episode, piece: Piece, made: Completion, tolerance: float = TOLERANCE) -> tuple[Count, str]:
     """What of a piece came out alike, and the first thing that did not."""
     was_N, is_N = episode.tokens[piece.start : piece.end], made.tokens
     shared = min(len(was_N), len(is_N))
@@ -136,14 +138,14 @@ def compare(episode: Episode, piece: Piece, made: Completion) -> tuple[Count, st
     was = episode.logprobs[piece.start : piece.start + alike].astype(np.float64)
     off_N = np.nan_to_num(np.abs(was - made.logprobs[:alike]), nan=np.inf)
     off = float(off_N.max(initial=0.0))
-    same = alike == len(was_N) == len(is_N) and off <= TOLERANCE
+    same = alike == len(was_N) == len(is_N) and off <= tolerance
     length = len(was_N)
     count = Count(pieces=1, alike=int(same), tokens=length, alike_tokens=alike, off=off)
     if same:
         return count, ""
-    if off > TOLERANCE:
-        worst = int(off_N.argmax())
-        what = f"log-probability of token {piece.start + worst} was {was[worst]:.6f}, is {made.logprobs[worst]:.6f}"
+    if off > tolerance:
+        worst, shown = int(off_N.argmax()), ".6f" if tolerance else ".9g"
+        what = f"log-probability of token {piece.start + worst} was {was[worst]:{shown}}, is {made.logprobs[worst]:{shown}}"
     else:
         tokens = [str(row[alike]) if alike < len(row) else "none" for row in (was_N, is_N)]
         what = f"token {piece.start + alike} was {tokens[0]}, is {tokens[1]}"
@@ -215,7 +217,10 @@ class Resampler:
             asked = [tasks.create_task(self._engine.generate(self._request(group, piece, name))) for piece in due]
         if self._pupil is not None:
             self._pupil.forget(name)
-        return sum((_tally(group, piece, made.result()) for piece, made in zip(due, asked, strict=True)), Tally())
+        return sum(
+            (_tally(group, piece, made.result(), self._how.tolerance) for piece, made in zip(due, asked, strict=True)),
+            Tally(),
+        )
 
     def _request(self, group: Group, piece: Piece, name: str) -> Request:
         seed = derive_seed(self._how.seed, "episode", group.ticket.group, piece.place)
@@ -231,8 +236,8 @@ class Resampler:
         )
 
 
-def _tally(group: Group, piece: Piece, made: Completion) -> Tally:
-    count, difference = compare(group.episodes[piece.place], piece, made)
+def _tally(group: Group, piece: Piece, made: Completion, tolerance: float) -> Tally:
+    count, difference = compare(group.episodes[piece.place], piece, made, tolerance)
     if piece.fate == "kept":
         return Tally(kept=count)
     named = f"group {group.ticket.group}, attempt {group.ticket.attempt}, {difference}"

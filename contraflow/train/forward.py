@@ -13,7 +13,6 @@ from torch import Tensor
 
 from contraflow.model.attention import PackedPlan, Plan
 from contraflow.model.decoder import Decoder
-from contraflow.model.logprobs import token_logprobs
 from contraflow.model.router import Given, RouterTape
 from contraflow.model.value import ValueHead
 from contraflow.parallel.context import ContextPlan, Exchange, held
@@ -101,5 +100,7 @@ def score_hidden(hidden_FD: Tensor, decoder: Decoder, fed: Fed, reading: Reading
     if not reading.policy:
         return Scored(nothing_N, nothing_N, values_N)
     how = {"split": decoder.split_head, "fuse": decoder.fused}
-    found = token_logprobs(hidden_ND, decoder.head, fed.targets_N, temperature=reading.temperature, **how)
+    found = decoder.arithmetic.token_logprobs(
+        hidden_ND, decoder.head, fed.targets_N, temperature=reading.temperature, **how
+    )
     return Scored(*found, values_N)

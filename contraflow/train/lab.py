@@ -21,7 +21,6 @@ from contraflow import config
 from contraflow.algo.mismatch import CAUSES, Rescored, causes, extent
 from contraflow.model.attention import PackedPlan
 from contraflow.model.decoder import Decoder
-from contraflow.model.logprobs import token_logprobs
 from contraflow.model.router import RouterTape
 from contraflow.parallel.data import at_rest, local
 from contraflow.train.batcher import packed
@@ -200,7 +199,7 @@ class Lab:
         hidden_FD = self._decoder(tokens_L[begin : link.end - 1], places_F, look.plans[link.turn])
         rows_ND, head = hidden_FD[link.start - 1 - begin :], self._decoder.head
         targets_N = tokens_L[link.start : link.end]
-        found = token_logprobs(rows_ND, head, targets_N, temperature=self._bench.temperature)
+        found = self._decoder.arithmetic.token_logprobs(rows_ND, head, targets_N, temperature=self._bench.temperature)
         return found[0].cpu().numpy()
 
     def _join(self, looks: Sequence["_Look"]) -> None:

@@ -22,6 +22,7 @@ from contraflow.algo.repetition import repeated_share
 from contraflow.cuts import CutSpace
 from contraflow.model.decoder import Decoder
 from contraflow.model.folder import read_config
+from contraflow.model.invariant import open_invariant
 from contraflow.model.tokenizer import Tokenizer
 from contraflow.parallel.data import at_rest, local
 from contraflow.parallel.devices import DTYPES, device_of
@@ -58,6 +59,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     resume: str | None = None  # the name of a cut to go on from
     writer: str = "alone"  # of cuts: no other start of any run has this name
     proof: config.Compute = "float32"  # the engines' precision, and so that of the log-probabilities they must give
+    bitwise: bool = False  # whether engines compute batch-invariantly, and so must the trainer
     critic: config.Critic | None = None  # of PPO, where `loss.advantages` is `gae`
     bench: Bench | None = None  # of looks at where log-ratios come from; None: there are none
     longest: int = 0  # tokens that a sample may have: a batch holds at least one, whatever its budget
@@ -92,13 +94,13 @@ class Learner:
         self._section = (place.critic or config.Critic()) if loss.advantages == "gae" else None
         self._spread, self.optimizer, opened = _open(place, train, weights, cuts, mesh, self._section)
         decoder = self._spread.decoder
-        _prepare(decoder, train)
+        _prepare(decoder, train, bitwise=place.bitwise)
         shared = None if opened is None or opened.trunk is not None else opened.head
         self._crew = open_crew(decoder, mesh, account, temperature=place.temperature, value=shared)
         self._critic = None
         if opened is not None and self._section is not None:
             if opened.trunk is not None:
-                _prepare(opened.trunk.decoder, train)
+                _prepare(opened.trunk.decoder, train, bitwise=False)  # no engine has values
             self._critic = Critic(
                 self._section, opened.head, train=train, trunk=opened.trunk, crew=self._crew, account=account
             )
@@ -107,6 +109,7 @@ class Learner:
         if loss.kl_weight > 0:
             frozen = load_spread(Path(place.model_folder), mesh, **_where(place, train, weights))
             reference = frozen.decoder.requires_grad_(False)
+            _prepare(reference, train, bitwise=place.bitwise)
         self._step = TrainStep(
             decoder,
             self.optimizer,
@@ -289,7 +292,9 @@ def _open(
     return loaded.spread, optimizer, load_critic(cuts, loaded.manifest, loaded.cut.critic, critic, loaded.spread, where)
 
 
-def _prepare(decoder: Decoder, train: config.Train) -> None:
+def _prepare(decoder: Decoder, train: config.Train, *, bitwise: bool) -> None:
+    if bitwise:
+        decoder.compute_with(open_invariant(decoder.config))
     decoder.recompute = train.parallel.recompute == "layer"
     if train.compile == "blocks":
         decoder.fuse()

@@ -13,7 +13,6 @@ import torch
 from contraflow.errors import CarrierError, ConfigError
 from contraflow.model.attention import PackedPlan
 from contraflow.model.decoder import Decoder
-from contraflow.model.logprobs import token_logprobs
 from contraflow.types import Float32, Int32, Probe
 
 
@@ -58,7 +57,7 @@ def probe_logprobs(decoder: Decoder, prompts: Sequence[Int32]) -> tuple[Float32,
     decoder.eval()
     try:
         hidden_ND = decoder(tokens_T, positions_T, plan)[rows_N]
-        logprobs_N, _ = token_logprobs(hidden_ND, decoder.head, tokens_T[rows_N + 1])
+        logprobs_N, _ = decoder.arithmetic.token_logprobs(hidden_ND, decoder.head, tokens_T[rows_N + 1])
     finally:
         decoder.train(training)
     return tuple(np.split(logprobs_N.cpu().numpy(), np.cumsum([length - 1 for length in lengths])[:-1]))
