@@ -145,7 +145,8 @@ def compare(episode: Episode, piece: Piece, made: Completion, tolerance: float =
         return count, ""
     if off > tolerance:
         worst, shown = int(off_N.argmax()), ".6f" if tolerance else ".9g"
-        what = f"log-probability of token {piece.start + worst} was {was[worst]:{shown}}, is {made.logprobs[worst]:{shown}}"
+        values = f"was {was[worst]:{shown}}, is {made.logprobs[worst]:{shown}}"
+        what = f"log-probability of token {piece.start + worst} {values}"
     else:
         tokens = [str(row[alike]) if alike < len(row) else "none" for row in (was_N, is_N)]
         what = f"token {piece.start + alike} was {tokens[0]}, is {tokens[1]}"

@@ -105,11 +105,7 @@ class Learner:
                 self._section, opened.head, train=train, trunk=opened.trunk, crew=self._crew, account=account
             )
             opened.resume(self._critic)
-        reference = None
-        if loss.kl_weight > 0:
-            frozen = load_spread(Path(place.model_folder), mesh, **_where(place, train, weights))
-            reference = frozen.decoder.requires_grad_(False)
-            _prepare(reference, train, bitwise=place.bitwise)
+        reference = _reference(place, train, weights, mesh) if loss.kl_weight > 0 else None
         self._step = TrainStep(
             decoder,
             self.optimizer,
@@ -298,6 +294,14 @@ def _prepare(decoder: Decoder, train: config.Train, *, bitwise: bool) -> None:
     decoder.recompute = train.parallel.recompute == "layer"
     if train.compile == "blocks":
         decoder.fuse()
+
+
+def _reference(place: Place, train: config.Train, weights: config.Weights, mesh: Mesh | None) -> Decoder:
+    """The frozen model of the KL term."""
+    frozen = load_spread(Path(place.model_folder), mesh, **_where(place, train, weights)).decoder
+    if place.bitwise:
+        frozen.compute_with(open_invariant(frozen.config))
+    return frozen.requires_grad_(False)
 
 
 def _new_optimizer(spread: Spread, train: config.Train) -> Optimizer:
