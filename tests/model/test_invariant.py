@@ -75,6 +75,17 @@ def test_packed_prefilled_and_decoded_are_the_same_bits(decoder: Decoder, forwar
             assert torch.equal(decoder.logits(alone), part)
 
 
+def test_threads_of_torch_change_no_bit(decoder: Decoder, forward: Forward) -> None:
+    tokens = pages.sequences([300, 200, 250])
+    with torch.inference_mode():
+        one = forward(decoder, tokens)
+        torch.set_num_threads(2)
+        try:
+            assert torch.equal(forward(decoder, tokens), one)
+        finally:
+            torch.set_num_threads(1)
+
+
 def test_torch_alone_does_not_give_the_same_bits(make_decoder: Callable[..., Decoder], forward: Forward) -> None:
     """Or the test above shows nothing."""
     decoder, tokens = make_decoder("qwen3_moe"), pages.sequences(LENGTHS)
