@@ -1,7 +1,9 @@
 """Conversations as text, by a tokenizer's own chat template: of tokenizer_config.json or chat_template.jinja.
 
 Takes messages, gives what the template writes, and which of it the model says. The `transformers` library renders it
-(an extra, imported late). Does not tokenise for anybody else, or choose what is learned.
+(an extra, imported late), as it does for those who train elsewhere. Special tokens in a message are read as such: this
+is for whole conversations to learn from. What an engine is fed, turn by turn from strangers, `template.py` writes: it
+keeps contents apart and needs no transformers in a rollout worker. Both read the same templates.
 """
 
 import re
@@ -12,15 +14,11 @@ from typing import Any
 import msgspec
 
 from contraflow.errors import ConfigError, ModelError
+from contraflow.model.template import Message
+
+__all__ = ["MODEL", "ChatTemplate", "Message"]
 
 MODEL = "assistant"  # the role whose words are the model's
-
-
-class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One turn."""
-
-    role: str
-    content: str
 
 
 class ChatTemplate:

@@ -2,6 +2,8 @@
 
 Takes messages; gives pieces to be tokenized one by one, so that a special token's name inside a message stays letters.
 Without a template, a conversation is its contents, one after the other. Needs jinja2 (an extra) where there is one.
+This is what an engine is fed, turn by turn, and strangers write the messages. What is learned from conversations of
+one's own, with special tokens read as such and answers marked, is `chat.py`. Both read the same templates.
 """
 
 import json
@@ -17,8 +19,8 @@ from contraflow.errors import ConfigError, ModelError
 _SLOT = re.compile("\ue000([0-9]+)\ue001")  # private-use letters: no template writes them by itself
 
 
-class Message(msgspec.Struct, frozen=True):
-    """One turn of a chat."""
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One turn of a chat. As a row of a file, it holds nothing else."""
 
     role: str
     content: str
@@ -93,6 +95,7 @@ class ChatTemplate:
 def _compiled(source: str, place: str) -> Any:
     try:
         from jinja2.exceptions import TemplateError
+        from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError:
         raise ConfigError(f"the chat template of {place} needs pip install 'contraflow[harness]' (jinja2)") from None
@@ -100,7 +103,18 @@ def _compiled(source: str, place: str) -> Any:
     def refuse(why: str) -> None:
         raise TemplateError(why)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    class Generation(Extension):
+        """`{% generation %}` marks what is learned from a conversation; here it is what it holds."""
+
+        tags = {"generation"}  # noqa: RUF012 - as the library declares it
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
     environment.globals["raise_exception"] = refuse
     environment.filters["tojson"] = lambda value, **rest: json.dumps(value, ensure_ascii=False, **rest)
     try:

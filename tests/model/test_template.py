@@ -23,6 +23,11 @@ FORGETFUL = (  # leaves out what was thought in earlier turns, as templates of r
     "{% for m in messages %}{% set said = m.content.split('</think>')[-1] %}<{{ m.role }}>{{ said }}</{{ m.role }}>"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+MARKED = (  # says what the model writes, for supervised training, and leaves its loop early
+    "{% for m in messages %}{% if loop.index > 99 %}{% break %}{% endif %}<{{ m.role }}>"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% endgeneration %}{% else %}{{ m.content }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\ue000\ue001"), max_size=12).map(str.strip)
 ROLES = st.sampled_from(["user", "assistant", "tool"])
@@ -37,7 +42,7 @@ def text(pieces):
     return "".join(piece.text for piece in pieces)
 
 
-@pytest.mark.parametrize("source", [CHATML, LLAMA])
+@pytest.mark.parametrize("source", [CHATML, LLAMA, MARKED])
 def test_an_opening_is_what_transformers_renders(source):
     transformers = pytest.importorskip("transformers.utils.chat_template_utils")
 
@@ -54,7 +59,7 @@ def test_an_opening_is_what_transformers_renders(source):
 
 
 @settings(max_examples=60)
-@given(st.sampled_from([CHATML, LLAMA, FORGETFUL, ""]), CHATS, WORDS, CHATS)
+@given(st.sampled_from([CHATML, LLAMA, MARKED, FORGETFUL, ""]), CHATS, WORDS, CHATS)
 def test_what_follows_a_turn_goes_on_where_it_ended(source, known, said, new):
     template = made(source)
     whole = template.opening([*known, Message("assistant", said), *new])
