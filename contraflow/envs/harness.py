@@ -68,10 +68,12 @@ class Harness:
 
     def open(self, task: Task) -> Session:
         """What an episode is without the program, for the check before a run: the reference is right."""
-        return _Reference(task)
+        return Reference(task)
 
 
-class _Reference:
+class Reference:
+    """A session that says 1 to the reference and 0 to all else."""
+
     def __init__(self, task: Task) -> None:
         self._task = task
 

@@ -9,6 +9,7 @@ from contraflow.envs.harness import Harness, HarnessOptions
 from contraflow.envs.options import read_options
 from contraflow.envs.reasoning_gym import ReasoningGym, ReasoningGymOptions
 from contraflow.envs.tools import Calculator, CalculatorOptions
+from contraflow.envs.verifiers import Verifiers, VerifiersOptions
 from contraflow.errors import ConfigError, ContraflowError
 from contraflow.named import find
 
@@ -19,6 +20,7 @@ ENVS: dict[str, Maker] = {
     "calculator": lambda options: Calculator(read_options(CalculatorOptions, options)),
     "harness": lambda options: Harness(read_options(HarnessOptions, options), make_env),
     "reasoning_gym": lambda options: ReasoningGym(read_options(ReasoningGymOptions, options)),
+    "verifiers": lambda options: Verifiers(read_options(VerifiersOptions, options)),
 }
 
 

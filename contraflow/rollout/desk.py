@@ -1,8 +1,8 @@
 """Where outside programs speak: an OpenAI-style HTTP endpoint with one session per episode.
 
 Takes requests of programs; gives them, one at a time, to whoever plays the session, and the answers back. A session is
-found by its key: as the bearer token, or in the path (`/s/KEY/v1/...`). Knows no tokens and no engine. What an answer
-looks like is `openai.py`.
+found by its key: as the bearer token, in the path (`/s/KEY/v1/...`), or in the model's name (`policy/KEY`), which is
+all that some programs can choose. Knows no tokens and no engine. What an answer looks like is `openai.py`.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ from contraflow.rollout.openai import (
 )
 from contraflow.types import Task
 
+_MODEL = "policy/"  # with a session's key behind it
 _LONGEST_POLL_S = 60.0  # that a program may wait for an episode in one request
 
 
@@ -171,7 +172,7 @@ class Desk:
         path = ask.path
         if path.startswith("/s/"):
             _, _, token, path = [*path.split("/", 3), ""][:4]
-        session = self._sessions.get(token)
+        session = self._sessions.get(token) or self._sessions.get(_model_of(ask.body).removeprefix(_MODEL))
         if session is None:
             raise Refused(401, "no_session", "no session of this key: it never was, or its episode is finished")
         match ask.method, path.strip("/"):
@@ -219,6 +220,11 @@ class Desk:
                         return Reply(body=self.invitation(session))
         except TimeoutError:
             return Reply(body={"base_url": None})
+
+
+def _model_of(body: object) -> str:
+    name = body.get("model") if isinstance(body, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def _failed(answer: "asyncio.Future[Answer]") -> bool:

@@ -23,6 +23,7 @@ from contraflow.rollout.conversation import Addition, Conversation, EditedError,
 from contraflow.rollout.desk import Answer, Desk, Ended, Refused, Session, Turn
 from contraflow.rollout.draft import Draft
 from contraflow.rollout.episode import Stage, take_turn
+from contraflow.rollout.player import Player
 from contraflow.rollout.program import program
 from contraflow.types import Completion, Request, StopReason, Task
 
@@ -41,8 +42,10 @@ class Table:
         deadline_s: float,
         sign: Path | None,
         environ: Mapping[str, str],
+        player: Player | None = None,
     ) -> None:
         """`temperature`: the one that programs may ask for, the run's. `deadline_s` bounds each wait on a program.
+        `player` plays all episodes, if there is one.
 
         The address is written to `sign`, if there is one, once it is known. Raises: ConfigError when the key of
         `options` is not set.
@@ -52,6 +55,7 @@ class Table:
             raise ConfigError(f"env.options.key_env names {options.key_env}, which is not set in the environment")
         self._options, self._template, self._temperature = options, template, temperature
         self._deadline_s, self._sign, self._environ = deadline_s, sign, environ
+        self._player = player
         self._opened = asyncio.Lock()
         self.desk = Desk(
             new_key=lambda: secrets.token_urlsafe(24), fetch_key=fetch_key, max_bytes=options.max_request_bytes
@@ -79,6 +83,8 @@ class Table:
 
     async def close(self) -> None:
         """Hang up on everybody, and take the sign in."""
+        if self._player is not None:
+            await self._player.close()
         await self.desk.shut()
         if self._sign is not None:
             self._sign.unlink(missing_ok=True)
@@ -102,6 +108,8 @@ class Table:
                 return await session.next()
         except TimeoutError:
             self.desk.counts["late"] += 1
+            if self._player is not None:
+                await self._player.check(self._deadline_s)
             raise TaskError(f"the harness asked for nothing within {self._deadline_s:g} s, and did not end") from None
 
     def _closed(self, ended: Ended, draft: Draft, task: Task, *, cut: bool) -> StopReason:
@@ -119,8 +127,13 @@ class Table:
 
     @asynccontextmanager
     async def _seated(self, task: Task) -> AsyncIterator[Session]:
-        session = self.desk.open(task, temperature=self._temperature, fetched=not self._options.command)
+        fetched = self._player is None and not self._options.command
+        session = self.desk.open(task, temperature=self._temperature, fetched=fetched)
         try:
+            if self._player is not None:
+                async with self._player.seat(session, url=self.desk.url):
+                    yield session
+                return
             if not self._options.command:
                 yield session
                 return

@@ -4,12 +4,14 @@ Takes the environment and the model's folder, whose chat template is used. Impor
 """
 
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from contraflow import config
 from contraflow.envs.base import Env
-from contraflow.envs.harness import Harness
+from contraflow.envs.harness import Harness, HarnessOptions
+from contraflow.envs.verifiers import Verifiers
 from contraflow.errors import ConfigError
 from contraflow.model.template import ChatTemplate
 
@@ -24,17 +26,24 @@ def open_table(
 
     Raises: ConfigError, also without the extra; ModelError.
     """
-    if not isinstance(world, Harness):
+    if not isinstance(world, Harness | Verifiers):
         return None
     try:
         from contraflow.rollout.harness import Table
+        from contraflow.rollout.player import Player
     except ImportError as fault:
-        raise ConfigError(f"env.name = 'harness' needs pip install 'contraflow[harness]': {fault}") from None
+        extra = f"contraflow[{world.name}]"
+        raise ConfigError(f"env.name = {world.name!r} needs pip install {extra!r}: {fault}") from None
+    player = None
+    if isinstance(world, Verifiers):
+        hello = {"options": world.options.model_dump(), "deadline_s": deadline_s}
+        player = Player((sys.executable, "-m", "contraflow.envs.verifiers_play"), hello, os.environ)
     return Table(
-        world.options,
+        world.options if isinstance(world, Harness) else HarnessOptions(tasks={}),
         ChatTemplate.load(folder),
         temperature=rollout.temperature,
         deadline_s=deadline_s,
         sign=sign,
         environ=os.environ,
+        player=player,
     )

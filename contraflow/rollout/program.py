@@ -30,7 +30,7 @@ async def program(
     process = await _started(command, invitation, environ)
     assert process.stderr is not None
     words, leave_s = bytearray(), 0.0
-    reading = asyncio.create_task(_read(process.stderr, words))
+    reading = asyncio.create_task(keep_last(process.stderr, words))
     watching = asyncio.create_task(_watch(process, reading, words, session))
     try:
         yield
@@ -79,8 +79,8 @@ async def _watch(
     session.end(Ended(None, fault), f"its program ended with exit code {code}")
 
 
-async def _read(stream: asyncio.StreamReader, words: bytearray) -> None:
-    """The last words of a stream."""
+async def keep_last(stream: asyncio.StreamReader, words: bytearray) -> None:
+    """Read a stream to its end into `words`, of which only the last are kept."""
     while piece := await stream.read(1 << 12):
         words += piece
         del words[: -4 * _LAST_WORDS]

@@ -1,6 +1,7 @@
 """What every environment promises: pure tasks without end, splits that never meet, sessions that share nothing."""
 
 import inspect
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -21,16 +22,19 @@ CASES = {
     "calculator, small": {"kinds": [{"operands": 2, "digits": 1, "ops": ["+", "*"]}], "test_share": 0.3, "seed": 1},
     "harness": {"tasks": {"name": "calculator", "options": {}}, "reward": "recipe"},
     "reasoning_gym": {"datasets": [{"name": "chain_sum"}, {"name": "word_sorting", "weight": 0.5}]},
+    "verifiers": {"taskset": "tiny_sums", "options": {"most": 40}},
 }
-EXTRA = {"reasoning_gym"}  # environments that need a package of the same name
+TASKSETS = str(Path(__file__).parent.parent / "envs" / "tasksets")
+EXTRA = {"reasoning_gym", "verifiers"}  # environments that need a package of the same name
 INDICES = st.integers(0, 2**62)
 
 
 @pytest.fixture(params=CASES)
-def make(request):
+def make(request, monkeypatch):
     name = request.param.split(",")[0]
     if name in EXTRA:
         pytest.importorskip(name)
+    monkeypatch.syspath_prepend(TASKSETS)
     return lambda: make_env(name, CASES[request.param])
 
 

@@ -54,12 +54,20 @@ def word_folder(folder: Path, template: str = CHATML) -> Path:
 class Notes:
     """An engine of random tokens that remembers what it was fed and what it sampled."""
 
-    def __init__(self, tokenizer: Tokenizer, *, seed: int, context_tokens: int, shortest: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        seed: int,
+        context_tokens: int,
+        shortest: int = 0,
+        answer: Callable[[Request], list[int]] | None = None,
+    ) -> None:
         self.tokenizer, self.seed, self.shortest = tokenizer, seed, shortest
         self.fed: list[Request] = []
         self.gave: list[Completion] = []
         twin = ScriptedEngine(
-            self.answer,
+            answer or self.answer,
             vocab=tokenizer.size,
             clock=time.monotonic,
             context_tokens=context_tokens,
@@ -90,10 +98,14 @@ class Lab:
         self.tokenizer = Tokenizer.load(folder)
         limits = {"max_new_tokens": 200, "max_turns": 8, "context_tokens": 512, **settings.pop("limits", {})}
         self.notes = Notes(
-            self.tokenizer, seed=settings.pop("seed", 0), context_tokens=limits["context_tokens"], shortest=1
+            self.tokenizer,
+            seed=settings.pop("seed", 0),
+            context_tokens=limits["context_tokens"],
+            shortest=1,
+            answer=settings.pop("answer", None),
         )
         deadline_s = settings.pop("deadline_s", 5.0)
-        self.env: Any = make_env("harness", options)
+        self.env: Any = make_env(settings.pop("name", "harness"), options)
         mix = make_mix(settings.pop("parts", {"score": 1.0}))
         guard = make_guard(self.env, mix, deadline_s=deadline_s, context_tokens=limits["context_tokens"])
         self.sign = run_folder / "sessions-rollout-0.url"

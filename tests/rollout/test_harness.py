@@ -389,6 +389,11 @@ def test_strangers_get_nothing(lab_of, monkeypatch):
         bearer = HttpClient(client.url, key=invitation["api_key"])  # the key alone finds the session, too
         assert (await bearer.get("/v1/models"))["data"][0]["id"] == "policy"
         await bearer.post("/v1/chat/completions", {"messages": [user("x")]})
+        for model in ("policy", "policy/", "policy/guess", 7):
+            with pytest.raises(ServerError, match="gave 401"):
+                await client.post("/v1/chat/completions", {"model": model, "messages": [user("x")]})
+        named = {"model": f"policy/{invitation['api_key']}", "messages": [user("x")]}  # and so does the model's name
+        assert (await client.post("/v1/chat/completions", named))["choices"]
         await bearer.post("/v1/reward", {"reward": 1})
         episode = await playing
         with pytest.raises(ServerError, match="gave 401"):
