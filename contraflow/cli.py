@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from contraflow.cli_cluster import eks
+from contraflow.cli_cluster import eks, plan
 from contraflow.errors import ContraflowError
 
 INTERRUPTED = 130  # what shells give a command that Ctrl-C ended
@@ -28,6 +28,7 @@ bench = typer.Typer(help="Measure parts of the system on this machine.", no_args
 app.add_typer(bench, name="bench")
 
 app.add_typer(eks, name="eks")
+app.command("plan")(plan)
 
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="section.key=value; may be given many times", show_default=False)

@@ -53,3 +53,34 @@ def eks_versions(
         typer.echo("\n".join(wrong) or f"the versions of the {image} image: {found}")
     if wrong:
         raise typer.Exit(1)
+
+
+def plan(
+    recipe: Annotated[
+        Path, typer.Argument(help="a recipe (TOML), such as recipes/eks_8_nodes.toml", show_default=False)
+    ],
+    config: Annotated[Path | None, typer.Option(help="config.json of the model, if not the recipe's")] = None,
+    machines: Annotated[str, typer.Option(help="TYPE:NODES in place of cluster.pools, as p5en.48xlarge:16")] = "",
+    prompt: Annotated[int, typer.Option(help="tokens of a mean prompt; 0: what the context leaves")] = 0,
+    answer: Annotated[int, typer.Option(help="tokens of a mean answer; 0: rollout.max_new_tokens")] = 0,
+    factors: Annotated[Path | None, typer.Option(help="calibration, as bench/planner.py writes it")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="section.key=value; may be given many times", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="the same for programs")] = False,
+) -> None:
+    """Say how a run's nodes are best used: what fits, how fast layouts are, the split of the pools, cost, and why."""
+    import msgspec
+
+    from contraflow.balance.plan import lines, read_plan
+
+    made = read_plan(
+        recipe,
+        overrides or [],
+        config=config,
+        machines=machines,
+        prompt=prompt,
+        answer=answer,
+        factors=factors,
+    )
+    typer.echo(msgspec.json.format(msgspec.json.encode(made)).decode() if as_json else "\n".join(lines(made)))
