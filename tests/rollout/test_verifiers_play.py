@@ -172,26 +172,6 @@ def test_a_player_that_cannot_start_says_why(lab_of, monkeypatch):
     assert re.search("the player ended with exit code 1: .*'tiny_sums' not found", episode.error, re.DOTALL)
 
 
-def test_an_episode_given_up_while_the_player_starts_leaves_the_start_to_the_next(lab_of):
-    lab = lab_of("tiny_faults")
-    whole = index_of(lab, "whole")
-
-    async def main():
-        async with asyncio.timeout(100):
-            seated, opened = asyncio.Event(), lab.table.desk.open
-            lab.table.desk.open = lambda *given, **rest: (seated.set(), opened(*given, **rest))[1]
-            hurried = asyncio.create_task(lab.play(index=whole))
-            await seated.wait()
-            hurried.cancel()
-            await asyncio.wait([hurried])
-            episode = await lab.play(index=whole)
-            await lab.table.close()
-            return hurried.cancelled(), episode
-
-    given_up, episode = asyncio.run(main())
-    assert (given_up, episode.error) == (True, "")
-
-
 def test_the_loop_trains_on_episodes_that_the_package_plays(lab_of, tiny_moe, tmp_path):
     lab_of("tiny_sums")  # where its tasksets are found
     recipe = recipe_of(
