@@ -28,8 +28,18 @@ class Beginning(msgspec.Struct, frozen=True, kw_only=True):
     line: int
     run_id: int  # for a ledger that is made now
     step: int = 0
+    event: int = 0  # of the ledger, the last that the cut has
     cut: Cut | None = None
     note: str = ""  # what a person should know
+
+    def ledger(self, *, resume: bool, exact: bool) -> dict[str, int | None]:
+        """Where the buffer's line begins: see `Buffer`. `exact`: what came after the cut is undone."""
+        return {
+            "resume_step": self.step if resume else None,
+            "least_line": self.line,
+            "run_id": self.run_id,
+            "back_to": self.event if exact else None,
+        }
 
 
 def begin(train: Train, folder: Path, *, resume: bool, writer: str, clock: Clock) -> Beginning:
@@ -54,7 +64,16 @@ def begin(train: Train, folder: Path, *, resume: bool, writer: str, clock: Clock
         _check_ledger(folder, stands["run"], found.manifest, space.url)
     cut = None if found.manifest is None else cut_of(found.manifest)
     step = 0 if cut is None else cut.step
-    return Beginning(writer=writer, line=line, run_id=run_id, step=step, cut=cut, note=_resumed(found, step))
+    stood = {} if found.manifest is None else found.manifest.about.get("ledger", {})
+    return Beginning(
+        writer=writer,
+        line=line,
+        run_id=run_id,
+        step=step,
+        event=stood.get("event", 0),
+        cut=cut,
+        note=_resumed(found, step),
+    )
 
 
 def _check_ledger(folder: Path, run_id: int, manifest: CutManifest, url: str) -> None:

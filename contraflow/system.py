@@ -296,10 +296,8 @@ async def _start(recipe: Recipe, folder: Path, runtime: Runtime, at: Beginning, 
         make_buffer,
         buffer=recipe.buffer,
         folder=str(folder),
-        resume_step=at.step if resume else None,
         threaded=recipe.runtime.kind != "inline",
-        least_line=at.line,
-        run_id=at.run_id,
+        **at.ledger(resume=resume, exact=recipe.train.exact_checkpoints),
     )
     line = await buffer.call(START_S, Buffer.line)
     trainer = await runtime.start_gang(

@@ -95,8 +95,8 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 
 async def until_step(loop: Loop, step: int) -> None:
-    async with loop.changed:
-        await loop.changed.wait_for(lambda: loop.progress.steps >= step)
+    async with loop.versions.changed:
+        await loop.versions.changed.wait_for(lambda: loop.progress.steps >= step)
 
 
 def test_reward_rises_and_every_group_is_accounted_for(tiny_moe: Path, tmp_path: Path) -> None:

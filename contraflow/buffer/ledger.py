@@ -8,7 +8,7 @@ Between commits at most `BATCH` events wait in memory; a commit that fails keeps
 """
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -39,6 +39,10 @@ INSERT = (
 )
 HANDED_BACK = "handed_back"  # reason of a `waiting` whose payload is what the next attempt goes on from
 KEEP = "INSERT INTO payloads VALUES (?,?,?,?,?,?,?,?,?)"
+AGAIN = (
+    "INSERT INTO payloads SELECT group_id, ?, line, oldest, newest, segment, start, length, digest FROM payloads"
+    " WHERE group_id = ? AND attempt = ?"
+)
 MEASURE = "INSERT INTO rates(group_id, attempt, kind, rate) VALUES (?,?,?,?)"
 
 
@@ -75,6 +79,7 @@ class Event(msgspec.Struct, frozen=True):
     newest: Version | None = None  # of its tokens, where `place` is given
     place: Place | None = None  # of its payload, whole or handed back, which is synced by then
     solved: Solved | None = None  # what was measured of it
+    again: int | None = None  # the earlier attempt whose payload, where it is, is this one's too
 
 
 class Ledger:
@@ -123,6 +128,7 @@ class Ledger:
         with self._fenced():
             self._db.executemany(INSERT, (event_row(self._line, event) for event in self._pending))
             self._db.executemany(KEEP, (_payload_row(each) for each in self._pending if each.place is not None))
+            self._db.executemany(AGAIN, again_rows(self._pending))
             self._db.executemany(MEASURE, (_rate_row(each) for each in self._pending if each.solved is not None))
             if cut is not None:
                 self._db.execute("INSERT OR IGNORE INTO cuts VALUES (?, ?)", (self._line, cut))
@@ -219,6 +225,11 @@ def on_path(path: list[tuple[int, int]]) -> str:
 def event_row(line: int, event: Event) -> tuple[int, str, int, int, int | None, int | None, int | None, str]:
     version_line, version_n = (None, None) if event.version is None else (event.version.line, event.version.n)
     return line, event.kind, event.group, event.attempt, event.step, version_line, version_n, event.reason
+
+
+def again_rows(events: Iterable[Event]) -> Iterator[tuple[int, int, int]]:
+    """Of each event that takes over a payload: attempt, group and the attempt that it is of."""
+    return ((each.attempt, each.group, each.again) for each in events if each.again is not None)
 
 
 def _payload_row(event: Event) -> tuple[int, int, int, int, int, str, int, int, bytes]:

@@ -9,9 +9,25 @@ from pathlib import Path
 
 import msgspec
 
-from contraflow.buffer.ledger import FILE, INSERT, Ledger, Solved, check_schema, connect, event_row, transaction
+from contraflow.buffer.ledger import (
+    AGAIN,
+    FILE,
+    INSERT,
+    Ledger,
+    Solved,
+    again_rows,
+    check_schema,
+    connect,
+    event_row,
+    transaction,
+)
 from contraflow.buffer.salvage import ALL, Keep, Kept, Salvage, shared_with
 from contraflow.errors import LedgerError, RunFolderError
+
+UNMEASURED = (  # what was measured of attempts that had not come to their end by an event
+    "DELETE FROM rates WHERE (group_id, attempt) NOT IN"
+    " (SELECT group_id, attempt FROM events WHERE kind IN ('ready', 'dropped') AND id <= ?)"
+)
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,8 +58,8 @@ def open_ledger(
     `resume_step` None begins a run and refuses a folder that holds one. Otherwise the line goes on from the checkpoint
     of that step: groups taken by steps below it on the surviving history are trained, groups dropped for good stay
     dropped; with their payloads, groups of later takes are trained again by the same steps, and ready ones stay ready.
-    Every other group ever posed is to be posed again; what was is superseded, not deleted. A ledger that is made here
-    keeps `run_id`, of 31 bits, for good.
+    Every other group ever posed is to be posed again; what was is superseded, not deleted. With `keep.until` all is as
+    of that event, later measurements are forgotten. A ledger that is made here keeps `run_id`, of 31 bits, for good.
 
     Raises RunFolderError (a run is there, or none to resume, or the step is unknown), LedgerError.
     """
@@ -85,6 +101,9 @@ def _open_line(db: sqlite3.Connection, path: Path, resume_step: int | None, keep
         db.execute("UPDATE lines SET shared = ? WHERE line = ?", (again, line))
     salvage.keep_ready(again)
     db.executemany(INSERT, (event_row(line, event) for event in salvage.events))
+    db.executemany(AGAIN, again_rows(salvage.events))
+    if keep.until is not None:
+        db.execute(UNMEASURED, (keep.until,))
     (last,) = db.execute("SELECT max(group_id) FROM events WHERE kind = 'posed'").fetchone()
     return Opening(
         line=line,

@@ -15,7 +15,7 @@ from contraflow.buffer.segments import Place, read_group
 from contraflow.buffer.service import on_line
 from contraflow.errors import LedgerError
 from contraflow.runtime.base import Host
-from contraflow.types import Chosen, Group, Span, Take, Version
+from contraflow.types import Chosen, Group, Span, Take, Ticket, Version
 
 
 class Recorded:
@@ -57,7 +57,7 @@ class Recorded:
 
     async def fetch(self, chosen: tuple[Chosen, ...]) -> list[Group]:
         """Payloads of recorded groups, in that order. Raises PayloadError when one was damaged."""
-        return [on_line(group, self.line, self._shared[sampled]) for group, sampled in self._read(chosen)]
+        return [on_line(group, group.ticket, self._shared[sampled]) for group, sampled in self._read(chosen)]
 
     async def as_sampled(self, chosen: tuple[Chosen, ...]) -> list[Group]:
         """The same, with every version that the surviving history has too named as of the newest line.
@@ -69,7 +69,8 @@ class Recorded:
     def _read(self, chosen: tuple[Chosen, ...]) -> Iterator[tuple[Group, int]]:
         for each in chosen:
             place, sampled = self._places[each.group, each.attempt]
-            yield read_group(self._folder, place), sampled
+            ticket = Ticket(group=each.group, attempt=each.attempt, line=self.line)
+            yield msgspec.structs.replace(read_group(self._folder, place), ticket=ticket), sampled
 
     def _named(self, group: Group) -> Group:
         def named(span: Span) -> Span:
@@ -78,7 +79,7 @@ class Recorded:
 
         replace = msgspec.structs.replace
         episodes = (replace(episode, spans=tuple(map(named, episode.spans))) for episode in group.episodes)
-        return replace(group, ticket=replace(group.ticket, line=self.line), episodes=tuple(episodes))
+        return replace(group, episodes=tuple(episodes))
 
 
 def make_recorded(host: Host, *, folder: str, line: int, first_step: int, max_age: int) -> Recorded:

@@ -5,6 +5,9 @@ Takes the ledger inside the opening's transaction; gives lists and the events th
 Versions. What a restart undid it mostly does again: the recorded takes that followed the cut are trained again from
 their payloads, in their order, and lead to the same versions. `lines.shared` says up to which n. Only versions beyond
 it are of a dead line; the age of their tokens is the way from one version to the other through the fork.
+
+Going back. With `Keep.until` nothing is done again: every group is what it was after that event, and what came later
+is undone. An attempt whose number was used since gets the next free one, and takes the payload over.
 """
 
 import sqlite3
@@ -12,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -21,7 +24,7 @@ from contraflow.buffer.segments import Place
 from contraflow.buffer.window import Window
 from contraflow.types import Version
 
-ALL = 2**62  # shared by a line with itself
+ALL = 2**62  # shared by a line with itself; an event later than any
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,11 +40,13 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Keep:
-    """By which rules payloads are kept; `damage` says what is wrong with one, nothing when it is whole."""
+    """By which rules payloads are kept; `damage` says what is wrong with one, nothing when it is whole. `until`: the
+    event to go back to, which a cut was made after; None: nothing is undone that can be done again."""
 
     window: Window
     dead_line: Literal["train", "repose"]
     damage: Callable[[Place], str]
+    until: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +54,41 @@ class Found:
     """A group that had been ready, with its payload; `oldest` and `newest` count on the line that sampled it."""
 
     group: int
-    attempt: int
+    attempt: int  # that it goes on as
     kind: Kind
-    step: int
+    step: int | None  # that took it
     last: int  # id of its last event
+    again: int | None  # the attempt that its payload is of, if more is known of the group, and undone
     line: int
     oldest: int
     newest: int
     place: Place
+
+
+class _Life(NamedTuple):
+    """A group as of the event to go back to, its newest otherwise; `final` is the newest, `most` the newest attempt."""
+
+    group: int
+    attempt: int
+    trained: int | None  # by the step of the surviving history that took it
+    kind: str  # empty: it was not posed yet
+    reason: str
+    step: int | None
+    last: int
+    most: int
+    final: int
+    line: int | None  # of its payload, as all that follows: None when there is none
+    oldest: int
+    newest: int
+    segment: str
+    start: int
+    length: int
+    digest: bytes
+
+    @property
+    def undone(self) -> bool:
+        """Whether more became of it since."""
+        return self.final != self.last
 
 
 def same_age(n: int, shared: int) -> int:
@@ -94,18 +126,21 @@ class Salvage:
 
     def read(self) -> None:
         """Settle what is trained, dropped or unfinished; what had been ready waits for `pin` and `keep_ready`."""
-        for group, attempt, trained, kind, reason, step, last, *payload in self._rows():
-            if trained is not None:
-                if kind != Kind.TRAINED:
-                    self.events.append(Event(Kind.TRAINED, group, attempt, trained, reason="in the checkpoint"))
-            elif kind == Kind.WAITING and reason == HANDED_BACK:
-                self._take_back(group, attempt, Kind(kind), last, payload)
-            elif kind == Kind.WAITING:
-                self.waiting.append((group, attempt))
+        for life in self._lives():
+            kind, group, handed_back = life.kind, life.group, life.reason == HANDED_BACK
+            if life.trained is not None:
+                if kind != Kind.TRAINED or life.undone:
+                    self.events.append(Event(Kind.TRAINED, group, life.most, life.trained, reason="in the checkpoint"))
+            elif not kind or (kind == Kind.WAITING and life.undone and not handed_back):
+                self._repose(group, life.most, "undone")
+            elif kind == Kind.WAITING and not handed_back:
+                self.waiting.append((group, life.attempt))
             elif kind in (Kind.POSED, Kind.STARTED):
-                self._repose(group, attempt, "dead_line")
+                self._repose(group, life.most, "dead_line")
             elif kind != Kind.DROPPED:
-                self._sort(group, attempt, Kind(kind), step, last, payload)
+                self._sort(life)
+            elif life.undone:
+                self.events.append(Event(Kind.DROPPED, group, life.most, reason=life.reason))
 
     def pin(self) -> int:
         """Takes whose payloads are all there are due again, up to the first that lacks one; gives the step after."""
@@ -126,9 +161,12 @@ class Salvage:
             kept = self._kept(each)
             if self._is_dead(each, kept):
                 self._repose(each.group, each.attempt, "dead_line")
-            else:
-                self.waiting.append((each.group, each.attempt))
-                self.left.append(kept)
+                continue
+            self.waiting.append((each.group, each.attempt))
+            self.left.append(kept)
+            if each.again is not None:
+                told = Event(Kind.WAITING, each.group, each.attempt, reason=HANDED_BACK, again=each.again)
+                self.events.append(told)
         able = []
         for each in sorted(chain(self._ready, *self._taken.values()), key=lambda each: each.group):
             kept = self._kept(each)
@@ -136,65 +174,59 @@ class Salvage:
                 self._repose(each.group, each.attempt, "dead_line")
             else:
                 able.append((each, kept))
-        admitted = self._keep.window.admit(step, [kept for _, kept in able])
+        every = [kept for _, kept in able]
+        back = self._keep.until is not None  # to what the window had let be
+        admitted = {kept.group for kept in every} if back else self._keep.window.admit(step, every)
         for each, kept in able:
             if each.group not in admitted:
                 self._repose(each.group, each.attempt, "expired")
                 continue
             self.ready.append(kept)
-            if each.kind != Kind.READY:
+            if each.kind != Kind.READY or each.again is not None:
                 oldest = Version(each.line, each.oldest)
-                self.events.append(Event(Kind.READY, each.group, each.attempt, version=oldest))
+                self.events.append(Event(Kind.READY, each.group, each.attempt, version=oldest, again=each.again))
 
-    def _rows(self) -> Iterable[tuple[Any, ...]]:
-        return self._db.execute(
-            "SELECT life.group_id, life.attempt, life.step, events.kind, events.reason, events.step, events.id,"
-            " payloads.line, oldest, newest, segment, start, length, digest"
-            " FROM (SELECT group_id, max(id) AS last, max(attempt) AS attempt,"
-            f" max(CASE WHEN kind = 'taken' AND {on_path(surviving(self._db, self._line))} THEN step END) AS step"
+    def _lives(self) -> Iterable[_Life]:
+        until, path = ALL if self._keep.until is None else self._keep.until, on_path(surviving(self._db, self._line))
+        rows = self._db.execute(
+            "SELECT life.group_id, life.attempt, life.step, ifnull(events.kind, ''), events.reason, events.step,"
+            " last, most, final, payloads.line, oldest, newest, segment, start, length, digest"
+            " FROM (SELECT group_id, max(id) AS final, max(attempt) AS most,"
+            " max(CASE WHEN id <= :until THEN id END) AS last,"
+            " max(CASE WHEN id <= :until THEN attempt END) AS attempt,"
+            f" max(CASE WHEN id <= :until AND kind = 'taken' AND {path} THEN step END) AS step"
             " FROM events WHERE kind != 'refused' GROUP BY group_id) AS life"
-            " JOIN events ON events.id = life.last LEFT JOIN payloads"
-            " ON payloads.group_id = life.group_id AND payloads.attempt = life.attempt ORDER BY life.group_id"
+            " LEFT JOIN events ON events.id = life.last LEFT JOIN payloads"
+            " ON payloads.group_id = life.group_id AND payloads.attempt = life.attempt ORDER BY life.group_id",
+            {"until": until},
         )
+        return (_Life(*row) for row in rows)
 
-    def _sort(self, group: int, attempt: int, kind: Kind, step: int | None, last: int, payload: list[Any]) -> None:
-        """`step` is None for groups that were ready and not taken."""
-        found = self._found(group, attempt, kind, step, last, payload)
-        if isinstance(found, Found):
-            (self._ready if step is None else self._taken[step]).append(found)
+    def _sort(self, life: _Life) -> None:
+        """A group that is to have a payload."""
+        place = Place(life.segment, life.start, life.length, life.digest)
+        damage = self._keep.damage(place) if life.line is not None else ""
+        if life.line is None or damage:
+            self._repose(life.group, life.most, f"damaged: {damage}" if damage else "no_payload")
+            if life.step is not None:
+                self._torn.add(life.step)
             return
-        self._repose(group, attempt, found)
-        if step is not None:
-            self._torn.add(step)
-
-    def _take_back(self, group: int, attempt: int, kind: Kind, last: int, payload: list[Any]) -> None:
-        found = self._found(group, attempt, kind, None, last, payload)
-        if isinstance(found, Found):
-            self._handed_back.append(found)
-        else:
-            self._repose(group, attempt, found)
-
-    def _found(
-        self, group: int, attempt: int, kind: Kind, step: int | None, last: int, payload: list[Any]
-    ) -> Found | str:
-        """The payload of an attempt, or why there is none."""
-        line, oldest, newest, *where = payload
-        if line is None:
-            return "no_payload"
-        place = Place(*where)
-        if damage := self._keep.damage(place):
-            return f"damaged: {damage}"
-        return Found(
-            group=group,
-            attempt=attempt,
-            kind=kind,
-            step=-1 if step is None else step,
-            last=last,
-            line=line,
-            oldest=oldest,
-            newest=newest,
+        found = Found(
+            group=life.group,
+            attempt=life.most + 1 if life.undone else life.attempt,
+            kind=Kind(life.kind),
+            step=life.step,
+            last=life.last,
+            again=life.attempt if life.undone else None,
+            line=life.line,
+            oldest=life.oldest,
+            newest=life.newest,
             place=place,
         )
+        if found.kind == Kind.WAITING:
+            self._handed_back.append(found)
+        else:
+            (self._ready if found.step is None else self._taken[found.step]).append(found)
 
     def _is_dead(self, found: Found, kept: Kept) -> bool:
         """Whether it holds tokens of undone versions that the run does not want, or that are older than any."""

@@ -56,14 +56,21 @@ class Buffer:
         threaded: bool,
         least_line: int = 0,
         run_id: int = 0,
+        back_to: int | None = None,
     ) -> None:
-        keep = Keep(window=Window.of(section), dead_line=section.dead_line, damage=lambda place: damage(folder, place))
+        """`back_to`: the event that a resume undoes all after; None: it undoes nothing that it can do again."""
+        keep = Keep(
+            window=Window.of(section),
+            dead_line=section.dead_line,
+            damage=lambda place: damage(folder, place),
+            until=back_to,
+        )
         self._ledger, opening = open_ledger(
             folder, resume_step=resume_step, keep=keep, least_line=least_line, run_id=run_id
         )
         sweep(folder, opening.segments)
         kept = [*opening.ready, *opening.left, *(each for take in opening.due for each in take)]
-        self._retention = Retention(opening.segments, kept)
+        self._retention = Retention(opening.segments, kept, until_cut=back_to is not None)
         self._keeps_all = section.keep_payloads == "all"
         self._segments = Segments(folder, line=opening.line, segment_bytes=SEGMENT_BYTES, threaded=threaded)
         self._store = Store(section, opening, accounts(folder), self._record)
@@ -127,6 +134,11 @@ class Buffer:
         """An attempt will not arrive (its worker died, its deadline passed): its group is posed again."""
         self._ledger.make_room()
         self._store.lose(group, attempt, reason)
+
+    async def call_in(self) -> None:
+        """No attempt that runs will arrive: all of them are posed again, with what was handed back of them before."""
+        self._ledger.make_room()
+        self._store.call_in()
 
     async def drop(self, group: int, attempt: int, reason: str) -> None:
         """An attempt will not arrive and shall not be made again: its group ends here."""
@@ -228,7 +240,8 @@ class Buffer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _read(self, kept: Kept) -> Group:
-        return on_line(read_group(self._folder, kept.place), self._store.line, kept.shared)
+        ticket = Ticket(group=kept.group, attempt=kept.attempt, line=self._store.line)
+        return on_line(read_group(self._folder, kept.place), ticket, kept.shared)
 
     def _let_go(self) -> None:
         """Rows first: a file without rows is swept by the next opening, rows without a file would be a loss."""
@@ -259,16 +272,15 @@ class Buffer:
         return result
 
 
-def on_line(group: Group, line: int, shared: int) -> Group:
-    """A group of an earlier line as `line` sees it: versions renamed, and as old as `same_age` says."""
+def on_line(group: Group, ticket: Ticket, shared: int) -> Group:
+    """A group of an earlier line as that of `ticket` sees it: versions renamed, and as old as `same_age` says."""
 
     def moved(span: Span) -> Span:
-        return Span(Version(line, same_age(span.version.n, shared)), span.start, span.end)
+        return Span(Version(ticket.line, same_age(span.version.n, shared)), span.start, span.end)
 
     def told(episode: Episode) -> Episode:
         return msgspec.structs.replace(episode, spans=tuple(moved(span) for span in episode.spans))
 
-    ticket = msgspec.structs.replace(group.ticket, line=line)
     return msgspec.structs.replace(group, ticket=ticket, episodes=tuple(told(each) for each in group.episodes))
 
 
@@ -281,13 +293,14 @@ def make_buffer(
     threaded: bool = False,
     least_line: int = 0,
     run_id: int = 0,
+    back_to: int | None = None,
 ) -> Buffer:
-    """The buffer of a run whose ledger lives in `folder`; see `open_ledger` for what a resume does.
+    """The buffer of a run whose ledger lives in `folder`; see `open_ledger` for what a resume does, and `Buffer`.
 
     Raises RunFolderError, LedgerError.
     """
     line = {"least_line": least_line, "run_id": run_id}
-    return Buffer(buffer, Path(folder), resume_step, host.clock, threaded=threaded, **line)
+    return Buffer(buffer, Path(folder), resume_step, host.clock, threaded=threaded, back_to=back_to, **line)
 
 
 def _answer(waiting: list[asyncio.Future[None]], fault: BaseException | None) -> None:

@@ -8,13 +8,14 @@ Synchronous and deterministic: no clock, no file, no waiting (service.py waits, 
 import heapq
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from contraflow import config
 from contraflow.buffer.accounts import Accounts
 from contraflow.buffer.counts import Counts
 from contraflow.buffer.curriculum import Curriculum
+from contraflow.buffer.entry import Entry, entry_of, equal_rewards, listed
 from contraflow.buffer.ledger import HANDED_BACK, Event, Kind, Solved
 from contraflow.buffer.opening import Opening
 from contraflow.buffer.salvage import Kept
@@ -22,21 +23,7 @@ from contraflow.buffer.segments import Place
 from contraflow.buffer.tickets import Tickets
 from contraflow.buffer.window import Window
 from contraflow.errors import EngineError, LedgerError
-from contraflow.types import Chosen, Episode, Group, Take, Ticket, Version
-
-
-@dataclass(slots=True)
-class Entry:
-    """A group with a ticket. Until `payload` is there, `oldest` is a version that no token of it can be older than, and
-    `newest` one that an engine must not lag behind to start it. `left`: what an attempt before has left to go on from.
-    """
-
-    group: int
-    attempt: int
-    oldest: int
-    newest: int
-    payload: Group | Kept | None = None
-    left: Group | Kept | None = None
+from contraflow.types import Chosen, Group, Take, Ticket, Version
 
 
 class Store:
@@ -58,11 +45,13 @@ class Store:
         self._curriculum = Curriculum(section.curriculum, opening.solved)
         self._first = opening.step
         self._waiting = list(opening.waiting)  # a heap of (group, last attempt)
-        self._left = {kept.group: _entry(kept) for kept in opening.left}  # of waiting groups, what is there of them
+        self._left = {kept.group: entry_of(kept) for kept in opening.left}  # of waiting groups, what is there of them
         self._fresh = opening.fresh
         self._running: dict[int, Entry] = {}
-        self._ready = {kept.group: _entry(kept) for kept in opening.ready}
-        self._due = deque([_entry(kept) for kept in take] for take in opening.due)  # of step `step` and those after it
+        self._ready = {kept.group: entry_of(kept) for kept in opening.ready}
+        self._due = deque(
+            [entry_of(kept) for kept in take] for take in opening.due
+        )  # of step `step` and those after it
         self.tickets.keep(len(self._ready), {self.step + i: len(take) for i, take in enumerate(self._due)})
         self._taken: dict[int, Entry] = {}
         self._take: Take | None = None
@@ -115,7 +104,7 @@ class Store:
         if entry.left is None:
             entry.oldest = version.n
         self._record(Event(Kind.STARTED, group, attempt, version=version))
-        return entry.left
+        return None if entry.left is None else entry.left.payload
 
     def wants(self, group: Group) -> bool:
         """Whether `put` would make the group ready: its payload is worth keeping. Raises as `put` does."""
@@ -168,6 +157,16 @@ class Store:
         entry = self._find(group, attempt)
         if entry is not None:
             self._repose(entry, f"lost: {reason}")
+
+    def call_in(self) -> None:
+        """No attempt that runs will arrive: every group of them is posed again, to go on from what it was to go on from
+        if that is still there."""
+        for entry in list(self._running.values()):
+            if entry.left is None:
+                self._repose(entry, "called_in")
+            else:
+                self._repose(entry, HANDED_BACK, again=entry.left.attempt)
+                self._left[entry.group] = replace(entry.left, attempt=entry.attempt)
 
     def drop(self, group: int, attempt: int, reason: str) -> None:
         """An attempt will never arrive, and is not to be made again: its group is dropped, its ticket comes home."""
@@ -274,7 +273,7 @@ class Store:
         dropped = "".join(f"; dropped as {reason}: {count}" for reason, count in sorted(self._dropped.items()))
         return (
             f"{decision.missing} more {'group' if decision.missing == 1 else 'groups'}{age} for step {self.step}"
-            f" (running: {_listed(decision.among)}; ready: {len(self._ready)}; to be posed again: {len(self._waiting)};"
+            f" (running: {listed(decision.among)}; ready: {len(self._ready)}; to be posed again: {len(self._waiting)};"
             f" tickets free: {self.tickets.free}; newest served: {self._version(self.tickets.served)}{dropped})"
         )
 
@@ -301,7 +300,7 @@ class Store:
         versions = [span.version for episode in usable for span in episode.spans]
         if not versions:
             return Kind.DROPPED, "no_episodes"
-        if not self._keep_no_signal and _equal_rewards(usable):
+        if not self._keep_no_signal and equal_rewards(usable):
             return Kind.DROPPED, "no_signal"
         if any(version.line != self.line for version in versions):
             return Kind.WAITING, "dead_line"
@@ -330,7 +329,7 @@ class Store:
         others = (*self._running.values(), *self._ready.values())
         known = left.newest <= self.step  # else it is of a version that a restart undid and has yet to come to again
         if known and self._window.may_rejoin(self.step + len(self._due), entry, others):
-            entry.left = left.payload
+            entry.left = left
         else:
             entry.oldest = served
         return entry
@@ -361,7 +360,7 @@ class Store:
         self._record(Event(Kind.DROPPED, entry.group, entry.attempt, reason=reason, solved=solved))
 
     def _repose(self, entry: Entry, reason: str, **left: Any) -> None:
-        """`left`: where what is there of it lies, and its versions."""
+        """`left`: where what is there of it lies and its versions, or the attempt whose it is."""
         self._leave(entry)
         heapq.heappush(self._waiting, (entry.group, entry.attempt))
         self._reposed[reason.partition(":")[0]] += 1
@@ -380,17 +379,3 @@ class Store:
 
     def _version(self, n: int) -> Version:
         return Version(self.line, n)
-
-
-def _entry(kept: Kept) -> Entry:
-    return Entry(kept.group, kept.attempt, kept.oldest, kept.newest, kept)
-
-
-def _equal_rewards(episodes: Sequence[Episode]) -> bool:
-    return len({episode.reward for episode in episodes}) <= 1
-
-
-def _listed(groups: Sequence[int]) -> str:
-    """Up to twenty ids, lowest first."""
-    shown = ", ".join(map(str, sorted(groups)[:20])) or "none"
-    return shown if len(groups) <= 20 else f"{shown} and {len(groups) - 20} more"

@@ -120,6 +120,7 @@ class Train(Section):
     compile: Literal["none", "blocks"] = "none"  # blocks: what lies between matmuls; pays on a GPU with many tokens
     offload: Literal["none", "optimizer", "all"] = "none"  # to the host between steps: its moments, or weights too
     checkpoint_every: Count = 20  # steps between cuts
+    exact_checkpoints: bool = False  # a cut waits until it holds what is under way; a resume goes on from just there
     keep_checkpoints: Count = 2  # older ones are removed
     checkpoint_url: str = ""  # a folder or s3://bucket/prefix of this run alone; empty is RUN/checkpoints
     checkpoint_deadline_s: Seconds = 300.0  # a cut that takes longer to write ends the run
@@ -192,6 +193,15 @@ class Recipe(Section):
                     f"runtime.kind = 'inline' is one process, {name}.parallel has {parallel.ranks} ranks;"
                     " use runtime.kind = 'local'"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _exact_cuts_hold_what_is_under_way(self) -> Self:
+        if self.train.exact_checkpoints and self.rollout.continue_from == 0:
+            raise ValueError(
+                "train.exact_checkpoints with rollout.continue_from = 0: every cut would throw away all that is under"
+                " way; set rollout.continue_from to 1 or more, or leave exact_checkpoints out"
+            )
         return self
 
     @model_validator(mode="after")

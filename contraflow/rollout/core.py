@@ -211,6 +211,16 @@ class EngineCore:
         self._swaps += 1
         return stall
 
+    def forget(self) -> None:
+        """Be as a new engine with these weights. Raises EngineError with requests in flight."""
+        if self._sequences:
+            raise EngineError(
+                f"{len(self._sequences)} requests are in flight; abort them before the cache is forgotten"
+            )
+        self._drain()
+        self._pool.forget()
+        self._passes.forget()
+
     def rest(self) -> int:
         """Give weights and cache away, requests kept; no step runs before `wake`. Gives the bytes freed on the device.
 

@@ -7,7 +7,7 @@ share one contract suite.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
@@ -83,6 +83,16 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Fail what is in flight with EngineError and stop. Safe to call twice."""
+        ...
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """An engine that keeps something of what it was asked, beyond the request: a prefix, the shape of a batch."""
+
+    async def forget(self) -> None:
+        """Compute from now on as if it had just been made with these weights. Raises: EngineError with requests in
+        flight."""
         ...
 
 

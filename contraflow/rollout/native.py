@@ -137,6 +137,14 @@ class NativeEngine(CoreEngine):
         self._awake.clear()
         return await self._stepper.ask(self._parts.rest)
 
+    async def forget(self) -> None:
+        """Remember no prefix, and nothing of the batches there were: what comes is computed as by a new engine.
+
+        Raises: EngineError if the engine is closed or has requests in flight.
+        """
+        self._refuse_if_closed()
+        await self._stepper.ask(self._parts.forget)
+
     async def wake(self) -> None:
         """Take the memory again and go on. Raises: EngineError if the engine is closed; what torch raises for want of
         memory, and it rests on."""

@@ -150,6 +150,15 @@ class Passes:
                 storage.resize_(self._halves_V2D.numel() * self._halves_V2D.itemsize)
             halves(self.decoder.head, self._halves_V2D)
 
+    def forget(self) -> None:
+        """Nothing is in use: let what passes see of their past be as at the beginning.
+
+        Padding rows see what rows before them left, and go to experts by it: whose batches then are of other sizes.
+        """
+        self.cache.pool.zero_()
+        if self.near is not None:
+            self.near.forget()
+
     def rest(self) -> int:
         """Weights and cache will lie elsewhere: drop what holds their addresses, and until `refresh` what is made
         from weights. No pass may be under way. Gives the bytes freed, those of graphs not counted.

@@ -43,6 +43,12 @@ class RowCache:
         self._homes_R2G = homes.reshape(rows, -1).contiguous()  # heads of keys and of values, as they lie in a layer
         self._lay(self._page_tokens)
 
+    def forget(self) -> None:
+        """Be as when it was made: no row is in use."""
+        self._memory.zero_()
+        self._begin = 0
+        self._lay(self._page_tokens)
+
     def _lay(self, positions: int) -> None:
         """Let C be `positions` from now on; what the rows hold is not moved."""
         _, rows, kv_heads, _, head_dim = self._shape

@@ -102,13 +102,13 @@ class Shifts:
 
     def __init__(self, can_move: Moves) -> None:
         self._can_move = can_move
-        self._leaving = False
+        self._leaving = self._halted = False
         self._open: set[Shift] = set()
         self._ended = asyncio.Event()
 
     def begin(self) -> Shift:
         """A group came; it may have to wait for its turn."""
-        shift = Shift(self._leaving, self._can_move)
+        shift = Shift(self._leaving or self._halted, self._can_move)
         self._open.add(shift)
         return shift
 
@@ -119,6 +119,18 @@ class Shifts:
     async def leave(self, grace_s: float) -> Drained:
         """No group begins from now on; returns once all have ended. Raises DeadlineExceeded."""
         self._leaving = True
+        return await self._end_all(grace_s)
+
+    async def halt(self) -> Drained:
+        """The same, at once, until `go_on`."""
+        self._halted = True
+        return await self._end_all(0.0)
+
+    def go_on(self) -> None:
+        """Groups begin again, unless it is time to leave."""
+        self._halted = False
+
+    async def _end_all(self, grace_s: float) -> Drained:
         held = list(self._open)
         for shift in held:
             shift.leave(grace_s)

@@ -17,20 +17,22 @@ from contraflow import config
 from contraflow.buffer.service import Buffer
 from contraflow.envs.draws import derive_seed
 from contraflow.envs.registry import make_env
-from contraflow.errors import EngineError, PayloadError, RewardError, TaskError
+from contraflow.errors import EngineError, PayloadError
 from contraflow.model.tokenizer import Tokenizer
 from contraflow.rewards.model import Asked
 from contraflow.rewards.registry import open_mix
+from contraflow.rollout.engine import Remembers
 from contraflow.rollout.episode import Limits, Stage, broken_episode
 from contraflow.rollout.examine import Exam, examine, judge
 from contraflow.rollout.group import play_group
 from contraflow.rollout.guard import make_guard
 from contraflow.rollout.handover import part_of
+from contraflow.rollout.harvest import Harvest
 from contraflow.rollout.open_engine import open_engine, open_served_engine
 from contraflow.rollout.open_table import open_table
 from contraflow.rollout.pupil import Pupil
 from contraflow.rollout.refresh import ChunkFetcher, Refresher, RefreshReport
-from contraflow.rollout.report import Drained, EvalReport, GroupSummary, RolloutReport, count_stops, summarise
+from contraflow.rollout.report import Drained, EvalReport, GroupSummary, RolloutReport, summarise
 from contraflow.rollout.shift import Moves, Shift, Shifts
 from contraflow.rollout.wanted import is_wanted
 from contraflow.runtime.base import Address, Host, Ref, Rendezvous
@@ -39,7 +41,6 @@ from contraflow.types import Group, Manifest, StopReason, Task, Ticket, Version
 from contraflow.weights import open_carrier
 
 _BUFFER_S = 30.0  # deadline of a call to the buffer, which answers at once unless its disk is stuck
-_MOST_BARREN = 64  # groups in a row without one whole episode; then something is broken for good, and says so
 _FEWEST = 2  # whole episodes of a group: fewer have nobody to be compared with
 _CAUSES = (
     "rest",
@@ -86,16 +87,15 @@ class RolloutWorker:
         self._active: Counter[str] = Counter()
         self._slots = asyncio.Semaphore(rollout.concurrency)
         self._shifts = Shifts(Moves.of(rollout))
-        self._groups = self._barren = 0
+        self._harvest = Harvest()
         self._looks = 0
         self._steady = asyncio.Lock()  # held by whoever needs the version to stay, or changes it
-        self._stops: Counter[str] = Counter()
 
     async def run_group(self, ticket: Ticket) -> GroupSummary:
         """Play the G episodes of a ticket, score them, put them into the buffer.
 
-        An engine that lags begins nothing. Raises: EngineError before a first refresh; what the buffer raises; the
-        TaskError, RewardError or EngineError that kept every episode of the last `_MOST_BARREN` groups from being one.
+        An engine that lags begins nothing. Raises: EngineError before a first refresh; what the buffer raises; what
+        `Harvest` raises.
         """
         shift = self._shifts.begin()
         try:
@@ -133,6 +133,18 @@ class RolloutWorker:
         """
         with self._doing("drain"):
             return await self._shifts.leave(grace_s)
+
+    async def halt(self) -> Drained:
+        """End every group now and begin none until `set_out`: what is there of them is handed back."""
+        with self._doing("drain"):
+            return await self._shifts.halt()
+
+    async def set_out(self) -> None:
+        """Begin groups again after `halt`, on an engine that computes as if it had just been started."""
+        engine = self._stage.engine
+        if isinstance(engine, Remembers):
+            await engine.forget()
+        self._shifts.go_on()
 
     async def evaluate(self, first: int, count: int, samples: int = 1, temperature: float = 0.0) -> EvalReport:
         """Answer test tasks `first` ... `first + count - 1`, greedily once each, or sampled `samples` times.
@@ -188,8 +200,8 @@ class RolloutWorker:
             doing=doing or "idle",
             seconds=self._account.seconds(),
             engine=self._stage.engine.report(),
-            groups=self._groups,
-            stops=dict(self._stops),
+            groups=self._harvest.groups,
+            stops=dict(self._harvest.stops),
             lost_threads=self._stage.guard.lost_threads,
             sessions=dict(self._stage.table.desk.counts) if self._stage.table is not None else {},
         )
@@ -221,7 +233,7 @@ class RolloutWorker:
 
     async def _deliver(self, group: Group) -> GroupSummary:
         await self._buffer.call(_BUFFER_S, Buffer.put, group)
-        self._note(group)
+        self._harvest.add(group)
         return summarise(group)
 
     async def _overdue(self, ticket: Ticket, shift: Shift) -> GroupSummary:
@@ -258,18 +270,6 @@ class RolloutWorker:
             return GroupSummary(ticket=ticket, given_up="drained" if shift.drained else "deadline", cut=late)
         await self._buffer.call(_BUFFER_S, Buffer.hand_back, part)
         return GroupSummary(ticket=ticket, handed_back=True, cut=late)
-
-    def _note(self, group: Group) -> None:
-        self._groups += 1
-        self._stops.update(count_stops(group.episodes))
-        whole = any(not episode.failed for episode in group.episodes)
-        self._barren = 0 if whole else self._barren + 1
-        if self._barren >= _MOST_BARREN:
-            last = group.episodes[-1]
-            kinds = {StopReason.ENV_ERROR: TaskError, StopReason.REWARD_ERROR: RewardError}
-            raise kinds.get(last.stop, EngineError)(
-                f"{self._barren} groups in a row had not one whole episode; the last failed with: {last.error}"
-            )
 
     def _seeds(self, group: int) -> list[int]:
         return [derive_seed(self._seed, "episode", group, place) for place in range(self._rollout.episodes)]
