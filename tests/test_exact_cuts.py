@@ -151,10 +151,10 @@ def test_killed_and_resumed_at_every_step_a_run_is_the_run_in_one_go(
     [
         pytest.param({"rollout": {"workers": 2, "concurrency": 3}}, id="workers"),
         pytest.param({"run": {"eval_tasks": 8, "eval_every": 2}}, id="looks"),
-        pytest.param({"buffer": {"expiry": "repose"}}, id="repose"),
-        pytest.param({"buffer": {"expiry": "mask"}}, id="mask"),
-        pytest.param({"train": {"checkpoint_every": 3}}, id="seldom"),
-        pytest.param({"engine": {"on_refresh": "recompute"}}, id="recompute"),
+        pytest.param({"buffer": {"expiry": "repose"}}, id="repose", marks=pytest.mark.slow),
+        pytest.param({"buffer": {"expiry": "mask"}}, id="mask", marks=pytest.mark.slow),
+        pytest.param({"train": {"checkpoint_every": 3}}, id="seldom", marks=pytest.mark.slow),
+        pytest.param({"engine": {"on_refresh": "recompute"}}, id="recompute", marks=pytest.mark.slow),
     ],
 )
 def test_whatever_else_goes_on(tmp_path: Path, change: dict[str, Any]) -> None:
