@@ -8,15 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from contraflow.buffer.accounts import accounts
 from contraflow.buffer.audit import audit
 from contraflow.buffer.ledger import HANDED_BACK, on_path, reading, surviving
 from contraflow.buffer.riding import alight
 from contraflow.buffer.segments import Place, read_group
 from contraflow.config import Recipe
-from contraflow.errors import WorkerDied
+from contraflow.errors import ConfigError, WorkerDied
 from contraflow.loop import Loop
 from contraflow.rollout.handover import is_open, sampled
 from contraflow.runtime.inline import InlineRuntime
+from contraflow.telemetry import read_journal
 from contraflow.types import Group
 from tests.cut_writer import space_in
 from tests.test_loop import recipe_of, run, steps_of, until_step
@@ -162,3 +164,55 @@ def test_whatever_else_goes_on(tmp_path: Path, change: dict[str, Any]) -> None:
     for name, section in change.items():
         sections[name] = {**sections.get(name, {}), **section}
     check_equal(exact(Path("builtin:tiny-moe"), **sections), tmp_path)
+
+
+@pytest.mark.parametrize("told_to_leave", [False, True], ids=["dies", "leaves"])
+def test_a_worker_that_goes_away_is_replaced_between_exact_cuts_and_nothing_is_lost(
+    tmp_path: Path, told_to_leave: bool
+) -> None:
+    async def go(loop: Loop) -> None:
+        runtime = loop.system.runtime
+        assert isinstance(runtime, InlineRuntime)
+        for step in (2, 4):
+            await until_step(loop, step)
+            (runtime.notice if told_to_leave else runtime.kill)("rollout-1")
+
+    rollout = {"workers": 2, "grace_s": 0.001}
+    recipe = exact(Path("builtin:tiny-moe"), engine=NATIVE, rollout=rollout, run={"steps": 8})
+    assert run(recipe, tmp_path, meddle=go).steps == 8
+    gone = [r["kind"] for r in read_journal(tmp_path / "metrics.jsonl") if r["kind"] in ("death", "drained")]
+    assert gone == ["drained" if told_to_leave else "death"] * 2
+    assert accounts(tmp_path).trained == 8 * 4
+    assert audit(tmp_path) == []
+
+
+def test_a_stop_between_cuts_cuts_there_and_the_run_goes_on_with_what_was_under_way(tmp_path: Path) -> None:
+    async def stop(loop: Loop) -> None:
+        await until_step(loop, 4)
+        loop.stop()
+
+    recipe = exact(Path("builtin:tiny-moe"), engine=NATIVE, train={"checkpoint_every": 3})
+    stopped = run(recipe, tmp_path, meddle=stop)
+    assert stopped.stopped
+    assert accounts(tmp_path).cut == stopped.steps
+    assert run(recipe, tmp_path, resume=True).steps == STEPS
+    records = read_journal(tmp_path / "metrics.jsonl")
+    resumed = [r["step"] for r in records if r["kind"] == "step"].index(stopped.steps)
+    assert [r["step"] for r in records if r["kind"] == "step"] == list(range(STEPS))
+    before = [r for r in records if r["kind"] == "step"][resumed]
+    assert [r for r in records[: records.index(before)] if r["kind"] == "continued"]
+    assert audit(tmp_path) == []
+
+
+def test_a_run_cut_otherwise_can_go_on_with_exact_cuts_and_back(tmp_path: Path) -> None:
+    model = Path("builtin:tiny-moe")
+    for place, way in enumerate((False, True, False)):
+        recipe = exact(model, engine=NATIVE, run={"steps": 4 * place + 4}, train={"exact_checkpoints": way})
+        run(recipe, tmp_path, resume=place > 0)
+    assert accounts(tmp_path).trained == 12 * 4
+    assert audit(tmp_path) == []
+
+
+def test_cuts_that_would_throw_everything_away_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.continue_from = 0: every cut would throw away"):
+        exact(Path("builtin:tiny-moe"), rollout={"continue_from": 0})

@@ -34,7 +34,8 @@ REASONS: dict[str, dict[str, set[str]]] = {
     },
     # The owner is whoever closes the thing: nobody waits for an answer, and no work is no fault.
     "waits for work to do, until it is closed or cancelled": {
-        "loop.py": {"play: self._admitted.get", "_unless_stopped: self._stop.wait"},
+        "loop.py": {"play: self._admitted.get"},
+        "ending.py": {"unless_set: stop.wait"},
         "rollout/foreign.py": {"_serve: jobs.get"},
         "rollout/program.py": {"_watch: process.wait"},
         "rollout/stepping.py": {"_run: await self._wake"},
@@ -48,7 +49,8 @@ REASONS: dict[str, dict[str, set[str]]] = {
     },
     # The owner is the task itself.
     "waits for a task of our own, whose own waits have deadlines": {
-        "loop.py": {"_till_death: await work", "_unless_stopped: asyncio.wait"},
+        "loop.py": {"_till_death: await work"},
+        "ending.py": {"unless_set: asyncio.wait"},
         "rollout/desk.py": {"_spoken: await answer"},  # of the episode, which refuses it when it ends
         "rollout/openai.py": {"completion_events: await answering"},  # the same
         "run.py": {"live: asyncio.wait"},

@@ -1,5 +1,6 @@
 """What the native engine samples, against the packed forward pass, transformers and closed forms."""
 
+import asyncio
 import math
 from pathlib import Path
 from typing import Any
@@ -211,3 +212,36 @@ def test_the_report_says_whether_kernels_in_c_decode_and_why_not(native: Any) ->
         torch.set_num_threads(1)
     half = Decoder(native.tiny(), compute_dtype=torch.bfloat16)
     assert "no kernels in C: they are for fp32" in native.engine_of(half).report().decoding
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_after_it_forgot_an_engine_computes_bit_for_bit_as_a_new_one(native: Any, form: str) -> None:
+    """In what it did before, prompts are the same, rows were more, and tokens that padding saw were others."""
+
+    async def body() -> None:
+        decoder = new_decoder(native.tiny(), seed=1, std=0.5)
+        used, new = [native.engine_of(decoder, **FORMS[form]) for _ in range(2)]
+        requests = native.crowd(10, seed=3)
+        await native.answers(used, native.crowd(28, seed=4, longest=60))
+        await native.answers(used, requests)
+        await used.forget()
+        one, other = [await native.answers(engine, requests) for engine in (used, new)]
+        assert [c.tokens.tolist() for c in one] == [c.tokens.tolist() for c in other]
+        assert [c.logprobs.tolist() for c in one] == [c.logprobs.tolist() for c in other]
+        await used.close()
+        await new.close()
+
+    native.run(body)
+
+
+def test_an_engine_forgets_nothing_while_requests_are_in_flight(native: Any) -> None:
+    async def body() -> None:
+        engine = native.engine_of(new_decoder(native.tiny(), seed=1))
+        going = asyncio.ensure_future(engine.generate(native.ask("q", [1, 2, 3])))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="1 requests are in flight; abort them"):
+            await engine.forget()
+        assert len((await going).tokens) == 12
+        await engine.close()
+
+    native.run(body)
