@@ -4,13 +4,14 @@ Takes a recipe, a model's shape, a workload and factors; gives a `Plan`. Pure: n
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from contraflow.balance.plan_cost import Place, refresh_seconds, to_experts, usable
+from contraflow.balance.plan_cost import Cost, Place, refresh_seconds, to_experts, usable
 from contraflow.balance.plan_factors import Factors, read_factors
 from contraflow.balance.plan_layout import (
     PREFILL_TOKENS,
@@ -20,8 +21,10 @@ from contraflow.balance.plan_layout import (
     all_trainers,
     cache_room,
     engine_bytes,
+    engines_of,
     gigabytes,
     shown,
+    step_cost,
     trainer_bytes,
 )
 from contraflow.balance.plan_sizes import Sizes
@@ -34,6 +37,9 @@ from contraflow.model.families import ModelConfig
 ROWS = 5  # layouts that a plan tells of, a pool
 CARRIERS = ("collective", "broadcast", "blob")
 STEPS = 1000
+
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,19 +177,16 @@ def plan(recipe: Recipe, sizes: Sizes, work: Workload, pools: Pools, factors: Fa
         )
     layout, train_s, _ = trainers[0]
     sections = {
-        "engines": [_engine_row(one) for one in engines[:ROWS]],
+        "engines": [
+            *(_engine_row(one) for one in engines[:ROWS]),
+            *(_engine_row(one, "recipe: ") for one in _named_engines(recipe, rollout, gpus[1], work)),
+        ],
         "trainer": [
-            Row(
-                what=shown(one),
-                value=seconds,
-                unit="s a step",
-                detail=f"{gigabytes(trainer_bytes(sizes, one, work.batch_tokens))} a GPU",
-                why=made.reason,
-            )
-            for one, seconds, made in trainers[:ROWS]
+            *(_trainer_row(one, sizes, work) for one in trainers[:ROWS]),
+            *(_trainer_row(one, sizes, work, "recipe: ") for one in _named_trainer(recipe, train, work)),
         ],
         "experts": [
-            *_phase("train", train, layout, work.batch_tokens / layout.tp, 4),
+            *_phase("train", train, layout, work.batch_tokens / (layout.cp * layout.tp), 4),
             *_phase("prefill", rollout, engines[0].layout, PREFILL_TOKENS / engines[0].layout.tp, 2),
             *_phase("decode", rollout, engines[0].layout, engines[0].batch / engines[0].layout.tp, 2),
         ],
@@ -212,10 +215,29 @@ def plan(recipe: Recipe, sizes: Sizes, work: Workload, pools: Pools, factors: Fa
     )
 
 
-def _engine_row(one: Engines) -> Row:
+def _named_engines(recipe: Recipe, place: Place, gpus: int, work: Workload) -> list[Engines]:
+    """Those of the layout that the recipe names, if it does."""
+    layout = recipe.engine.parallel
+    made = engines_of(place, layout, gpus, work) if layout.ranks > 1 else None
+    return [made] if made is not None else []
+
+
+def _named_trainer(recipe: Recipe, place: Place, work: Workload) -> list[tuple[Parallel, float, Cost]]:
+    """The same for the trainer."""
+    layout = recipe.train.parallel
+    return [(layout, *step_cost(place, layout, work))] if layout.ranks > 1 else []
+
+
+def _trainer_row(one: tuple[Parallel, float, Cost], sizes: Sizes, work: Workload, whose: str = "") -> Row:
+    layout, seconds, cost = one
+    held = gigabytes(trainer_bytes(sizes, layout, work.batch_tokens))
+    return Row(what=whose + shown(layout), value=seconds, unit="s a step", detail=f"{held} a GPU", why=cost.reason)
+
+
+def _engine_row(one: Engines, whose: str = "") -> Row:
     cut = "; the cache, not the tickets, bounds the batch" if one.short else ""
     return Row(
-        what=f"{one.count} x {shown(one.layout)}",
+        what=f"{whose}{one.count} x {shown(one.layout)}",
         value=one.tokens_s,
         unit="tokens/s",
         detail=f"prefill {one.prefill_tokens_s:,.0f} tokens/s, batch {one.batch:.0f}, room for {one.room:,.0f} tokens",
@@ -246,23 +268,37 @@ def _split(train: Place, rollout: Place, pools: Pools, work: Workload, given: tu
     nodes = pools.train_nodes + pools.rollout_nodes
     if pools.train != pools.rollout:
         return rows
-    best: tuple[float, int, float, Engines] | None = None
-    fastest: tuple[float, Engines] | None = None
-    for count in range(1, nodes):  # nodes that generate; more of them never slow the pool, some may stay idle
-        engines = all_engines(rollout, count * rollout.instance.gpus, work)
-        if engines and (fastest is None or engines[0].tokens_s > fastest[0]):
-            fastest = engines[0].tokens_s, engines[0]
-        trainers = all_trainers(train, (nodes - count) * train.instance.gpus, work)
-        if fastest and trainers:
-            seconds = _step(train, pools, work, trainers[0][1], fastest[1])
-            if best is None or seconds < best[0]:
-                best = seconds, count, trainers[0][1], fastest[1]
+    made = _fastest([all_engines(rollout, n * rollout.instance.gpus, work)[:1] for n in range(1, nodes)], _slowness)
+    trained = _fastest([all_trainers(train, n * train.instance.gpus, work)[:1] for n in range(1, nodes)], _seconds)
+    choices = [
+        (_step(train, pools, work, trainer[1], engines), n + 1, trainer[1], engines)
+        for n, (engines, trainer) in enumerate(zip(made, reversed(trained), strict=True))
+        if engines and trainer
+    ]
+    best = min(choices, key=lambda choice: choice[0], default=None)
     if best:
         moved = Pools(
             train=pools.train, train_nodes=nodes - best[1], rollout=pools.rollout, rollout_nodes=best[1], usd=pools.usd
         )
         rows.append(_split_row("in balance", moved, work, best[2], best[3], train))
     return rows
+
+
+def _fastest(found: list[list[Found]], slowness: Callable[[Found], float]) -> list[Found | None]:
+    """For each count of nodes the fastest of what as many or fewer can do: nodes that do not divide well stay idle."""
+    best: list[Found | None] = []
+    for here in found:
+        known = here + [one for one in best[-1:] if one is not None]
+        best.append(min(known, key=slowness, default=None))
+    return best
+
+
+def _slowness(engines: Engines) -> float:
+    return -engines.tokens_s
+
+
+def _seconds(trainer: tuple[Parallel, float, Cost]) -> float:
+    return trainer[1]
 
 
 def _step(train: Place, pools: Pools, work: Workload, train_s: float, engines: Engines) -> float:

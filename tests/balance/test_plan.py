@@ -113,6 +113,22 @@ def test_more_gpus_never_generate_less(less: int, more: int) -> None:
     assert many >= few * (1 - 1e-9)
 
 
+def test_nodes_that_do_not_divide_well_stay_idle() -> None:
+    step = [
+        read_plan(
+            ROOT / "recipes/tiny_cpu.toml",
+            config=ROOT / "recipes/shapes/qwen3_30b_a3b.json",
+            machines=f"p5en.48xlarge:{n}",
+            prompt=1024,
+            answer=4096,
+        )
+        .sections["split"][-1]
+        .value
+        for n in (8, 9, 10, 11)
+    ]
+    assert step == sorted(step, reverse=True)
+
+
 @given(short=st.integers(1, 10_000), longer=st.integers(0, 10_000), batch=st.integers(1, 32_768))
 @settings(max_examples=60, deadline=None)
 def test_memory_grows_with_context(short: int, longer: int, batch: int) -> None:
@@ -155,6 +171,7 @@ def test_a_plan_of_a_recipe_balances_its_pools_and_says_why() -> None:
     made = read_plan(ROOT / "recipes/eks_48_nodes.toml", [], prompt=2048, answer=8192)
     given_, balanced = made.sections["split"]
     assert balanced.value <= given_.value
+    assert made.sections["trainer"][-1].what == "recipe: dp 16, pp 4, cp 2, ep 32, recompute"
     assert {row.what for row in made.sections["experts"]} == {"train", "prefill", "decode"}
     assert all(row.why and row.value > 0 for rows in made.sections.values() for row in rows)
 
