@@ -268,8 +268,8 @@ def _split(train: Place, rollout: Place, pools: Pools, work: Workload, given: tu
     nodes = pools.train_nodes + pools.rollout_nodes
     if pools.train != pools.rollout:
         return rows
-    made = _fastest([all_engines(rollout, n * rollout.instance.gpus, work)[:1] for n in range(1, nodes)], _slowness)
-    trained = _fastest([all_trainers(train, n * train.instance.gpus, work)[:1] for n in range(1, nodes)], _seconds)
+    made = fastest([all_engines(rollout, n * rollout.instance.gpus, work)[:1] for n in range(1, nodes)], _slowness)
+    trained = fastest([all_trainers(train, n * train.instance.gpus, work)[:1] for n in range(1, nodes)], _seconds)
     choices = [
         (_step(train, pools, work, trainer[1], engines), n + 1, trainer[1], engines)
         for n, (engines, trainer) in enumerate(zip(made, reversed(trained), strict=True))
@@ -284,7 +284,7 @@ def _split(train: Place, rollout: Place, pools: Pools, work: Workload, given: tu
     return rows
 
 
-def _fastest(found: list[list[Found]], slowness: Callable[[Found], float]) -> list[Found | None]:
+def fastest(found: list[list[Found]], slowness: Callable[[Found], float]) -> list[Found | None]:
     """For each count of nodes the fastest of what as many or fewer can do: nodes that do not divide well stay idle."""
     best: list[Found | None] = []
     for here in found:

@@ -13,10 +13,18 @@ from typer.testing import CliRunner
 from bench import published as pub
 from bench.planner import ONE, fit, h200_rows, place, published_rows, refresh_rows, replay
 from bench.rollout_work import SHAPES
-from contraflow.balance.plan import Plan, check_pools, plan, pools_of, read_plan
+from contraflow.balance.plan import Plan, check_pools, fastest, plan, pools_of, read_plan
 from contraflow.balance.plan_cost import Place, decode_cost, hop_seconds, prefill_cost, refresh_seconds, train_cost
 from contraflow.balance.plan_factors import Factors, read_factors
-from contraflow.balance.plan_layout import Workload, all_engines, cache_room, engine_bytes, engines_of, trainer_bytes
+from contraflow.balance.plan_layout import (
+    Workload,
+    all_engines,
+    all_trainers,
+    cache_room,
+    engine_bytes,
+    engines_of,
+    trainer_bytes,
+)
 from contraflow.balance.plan_sizes import Sizes
 from contraflow.cli import app
 from contraflow.cluster.instances import find_instance
@@ -114,19 +122,10 @@ def test_more_gpus_never_generate_less(less: int, more: int) -> None:
 
 
 def test_nodes_that_do_not_divide_well_stay_idle() -> None:
-    step = [
-        read_plan(
-            ROOT / "recipes/tiny_cpu.toml",
-            config=ROOT / "recipes/shapes/qwen3_30b_a3b.json",
-            machines=f"p5en.48xlarge:{n}",
-            prompt=1024,
-            answer=4096,
-        )
-        .sections["split"][-1]
-        .value
-        for n in (8, 9, 10, 11)
-    ]
-    assert step == sorted(step, reverse=True)
+    trainers = [all_trainers(QWEN, 8 * nodes, WORK)[:1] for nodes in (8, 9)]
+    assert trainers[1][0][1] > trainers[0][0][1]  # 72 GPUs go into fewer layouts than 64
+    assert fastest(trainers, lambda one: one[1]) == [trainers[0][0], trainers[0][0]]
+    assert fastest([[], [3.0], [5.0], [2.0], []], float) == [None, 3.0, 3.0, 2.0, 2.0]
 
 
 @given(short=st.integers(1, 10_000), longer=st.integers(0, 10_000), batch=st.integers(1, 32_768))
