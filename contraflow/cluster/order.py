@@ -8,6 +8,12 @@ from contraflow.cluster.versions import KUBERAY_CHART, NVIDIA_PLUGIN_CHART
 from contraflow.cluster.walls import MONITORING, OPERATOR
 
 UNKNOWN = "not known"
+CHARTS = {  # Helm repositories, by the names that the steps call them
+    "eks": "https://aws.github.io/eks-charts",
+    "nvdp": "https://nvidia.github.io/k8s-device-plugin",
+    "kuberay": "https://ray-project.github.io/kuberay-helm/",
+    "prometheus-community": "https://prometheus-community.github.io/helm-charts",
+}
 
 
 def order(site: Site, source: str) -> str:
@@ -67,6 +73,9 @@ def _up(site: Site, source: str) -> list[str]:
     steps += [f"A model, from its folder: `aws s3 sync {model} {cluster.storage}/models/{model}`" for model in models]
     if cluster.nodes_by == "karpenter":
         steps += _karpenter(site)
+    charts = (["eks", "nvdp"] if gpu else []) + ["kuberay", "prometheus-community"]
+    added = "; ".join(f"`helm repo add {name} {CHARTS[name]}`" for name in charts)
+    steps.append(f"Where Helm finds the charts: {added}; `helm repo update`")
     if gpu:
         steps.append(
             "Devices: `helm install efa eks/aws-efa-k8s-device-plugin -n kube-system -f values.efa.yaml` and"
@@ -108,7 +117,8 @@ def _see_nodes(site: Site, source: str) -> str:
         )
     return (
         "Hold the requests to what the nodes really offer (p5en has been seen with 15 of 16 EFA interfaces):"
-        f" `kubectl get nodes -o json > nodes.json`, then `contraflow eks render {source} --nodes nodes.json` again."
+        f" `kubectl get nodes -o json > nodes.json`, then `contraflow eks render {source} --nodes nodes.json` again,"
+        " with the `--out` and `--set` of the first time."
     )
 
 

@@ -52,7 +52,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         exam = self.exam
         how = "greedy" if exam.temperature == 0 else f"{exam.samples} samples each at temperature {exam.temperature:g}"
         lines = [f"{exam.count} {exam.split} tasks, {how}; 95 % intervals: bootstrap over tasks"]
-        heads = [Path(result.model).name for result in self.results] + ["difference"] * bool(self.differences)
+        heads = [_head(Path(result.model)) for result in self.results] + ["difference"] * bool(self.differences)
         lines.append("".join([f"{'':16}", *(f"{head[-24:]:>26}" for head in heads)]))
         for name in self.results[0].measures:
             cells = [result.measures[name].told() for result in self.results]
@@ -148,3 +148,8 @@ def _differences(measured: Sequence[Measured], seed: int) -> dict[str, Interval]
             f"the two models have other measures: {before.names} and {after.names}; did all answers fail?"
         )
     return dict(zip(before.names, paired(before.values_NM, after.values_NM, seed=seed), strict=True))
+
+
+def _head(model: Path) -> str:
+    """What a column is called: a run's models are all called `model`, so the run's own name."""
+    return model.parent.name if model.name == "model" and model.parent.name else model.name

@@ -14,7 +14,7 @@ from contraflow.errors import ConfigError
 from contraflow.model.builtin import model_folder
 from contraflow.model.folder import load_folder
 from contraflow.model.tokenizer import Tokenizer
-from contraflow.rollout.evaluate import Report, Subject, evaluate, find_model
+from contraflow.rollout.evaluate import Report, Result, Subject, evaluate, find_model
 from contraflow.rollout.examine import Exam
 from contraflow.train.sft import answered, encode, look_at
 
@@ -83,6 +83,15 @@ def test_a_run_stands_for_the_model_it_made(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text("{}", encoding="utf-8")
     assert find_model(tmp_path) == tmp_path / "model"
     assert find_model(Path("builtin:tiny-moe")) == model_folder("builtin:tiny-moe")
+
+
+def test_columns_of_two_runs_have_the_names_of_the_runs() -> None:
+    results = [
+        Result(model=model, failed=0, tokens=1.0, measures={}, by_task={})
+        for model in ("a/run-1/model", "a/run-2/model", "tiny")
+    ]
+    heads = Report(exam=Exam(count=TASKS), results=results).lines()[1]
+    assert heads.split() == ["run-1", "run-2", "tiny"]
 
 
 def test_the_command_prints_a_table_and_keeps_every_task(tmp_path: Path) -> None:
