@@ -222,6 +222,17 @@ def test_a_layout_that_cannot_fit_is_refused_with_bytes_and_one_that_can() -> No
     assert cache_room(at, ONE) < 0 < engine_bytes(sizes, ONE)
 
 
+def test_an_engine_that_cannot_fit_is_refused_and_its_room_is_what_weights_leave() -> None:
+    recipe = load_recipe(EIGHT, ["engine.parallel.dp=8", "engine.parallel.tp=1", "engine.parallel.ep=8"])
+    sizes = Sizes.of(shape("glm_5_like"), latents=True)
+    with pytest.raises(
+        ConfigError, match=r"engine.parallel = dp 8, ep 8 needs .* on each H200.*what fits on this pool"
+    ):
+        plan(recipe, sizes, WORK, pools_of(recipe), Factors())
+    free = 0.9 * 141e9 - 2 * QWEN.sizes.parameters
+    assert cache_room(QWEN, ONE) == pytest.approx(free / (48 * 2 * 2 * 4 * 128))
+
+
 def test_a_pool_of_several_nodes_needs_efa() -> None:
     pools = pools_of(recipe := load_recipe(EIGHT, []))
     with pytest.raises(ConfigError, match=r"pool .train.: 32 ranks take 4 nodes of .* which has no EFA"):
