@@ -105,7 +105,7 @@ class Simulation:
     ) -> None:
         """`look_s`: seconds from look to look. `steered`: whether the policy moves the setting."""
         self.plant, self.window, self.setting, self.bounds = plant, window, setting, bounds
-        self.look_s, self.steered, self.now = look_s, steered, 0.0
+        self.look_s, self.steered, self.time_s = look_s, steered, 0.0
         self.looks: list[Look] = []
         self.steps = 0
         self.oldest_age = 0
@@ -130,13 +130,13 @@ class Simulation:
         """Go on until `until_s`; at each time of `changes`, the plant becomes what it gives."""
         for at, change in (changes or {}).items():
             self._at(at, partial(self._become, change))
-        self._at(self.now + self.look_s, self._look)
+        self._at(self.time_s + self.look_s, self._look)
         for _ in range(MOST_EVENTS):
             if not self._events or self._events[0][0] > until_s:
                 break
-            self.now, _, happen = heapq.heappop(self._events)
+            self.time_s, _, happen = heapq.heappop(self._events)
             happen()
-        self.now = until_s
+        self.time_s = until_s
         return self.looks
 
     def _at(self, when: float, happen: Callable[[], None]) -> None:
@@ -145,19 +145,19 @@ class Simulation:
 
     def _become(self, change: Change) -> None:
         for engine in self._engines:
-            engine.advance(self.now, self.plant)
+            engine.advance(self.time_s, self.plant)
         self.plant, self._lengths = change(self.plant), iter(())
         for engine in self._engines:
             self._next_end(engine)
 
     def _hire(self, delay: float) -> None:
-        engine = _Engine(len(self._engines), self.now)
+        engine = _Engine(len(self._engines), self.time_s)
         self._engines.append(engine)
-        self._at(self.now + delay, partial(self._serve, engine))
+        self._at(self.time_s + delay, partial(self._serve, engine))
 
     def _serve(self, engine: _Engine) -> None:
         """The engine has proved the newest version: it serves it after its pause."""
-        engine.advance(self.now, self.plant)
+        engine.advance(self.time_s, self.plant)
         engine.version = self.steps
         self._tickets.serve(self.steps)
         self._ask()
@@ -179,7 +179,7 @@ class Simulation:
         group = _Group(self._groups, engine.version, engine.version, self.plant.episodes)
         self._running[group.group] = group
         engine.groups += 1
-        engine.advance(self.now, self.plant)
+        engine.advance(self.time_s, self.plant)
         for _ in range(self.plant.episodes):
             self._turn(engine, group, self.plant.turns)
         self._next_end(engine)
@@ -206,18 +206,18 @@ class Simulation:
         engine.epoch += 1
         if engine.active:
             left = max(engine.active[0][0] - engine.gone, 0.0)
-            when = max(self.now, engine.free_from) + left / engine.pace(self.plant)
+            when = max(self.time_s, engine.free_from) + left / engine.pace(self.plant)
             self._at(when, partial(self._end, engine, engine.epoch))
 
     def _end(self, engine: _Engine, epoch: int) -> None:
         """A sequence of the engine has all its tokens."""
         if epoch != engine.epoch:
             return
-        engine.advance(self.now, self.plant)
+        engine.advance(self.time_s, self.plant)
         ends, _, group, turns = heapq.heappop(engine.active)
         engine.gone = max(engine.gone, ends)
         if self.plant.env_s:
-            self._at(self.now + self.plant.env_s, partial(self._answered, engine, group, turns))
+            self._at(self.time_s + self.plant.env_s, partial(self._answered, engine, group, turns))
         else:
             self._answered(engine, group, turns)
         self._next_end(engine)
@@ -225,7 +225,7 @@ class Simulation:
     def _answered(self, engine: _Engine, group: _Group, turns: int) -> None:
         """The environment has answered a turn."""
         if turns > 1:
-            engine.advance(self.now, self.plant)
+            engine.advance(self.time_s, self.plant)
             self._turn(engine, group, turns - 1)
             self._next_end(engine)
             return
@@ -253,25 +253,25 @@ class Simulation:
         taken = [self._ready.pop(group) for group in decision.chosen]
         self.oldest_age = max(self.oldest_age, *(self.steps - one.oldest for one in taken))
         self._tickets.spend(self.steps, len(taken))
-        self._waited += self.now - self._waited_since
+        self._waited += self.time_s - self._waited_since
         self._training = True
-        self._at(self.now + self.plant.train_s, self._trained)
+        self._at(self.time_s + self.plant.train_s, self._trained)
 
     def _trained(self) -> None:
         self.steps += 1
-        self._training, self._waited_since = False, self.now
+        self._training, self._waited_since = False, self.time_s
         for engine in self._engines:
             if engine.version >= 0 and not engine.leaving:
-                engine.advance(self.now, self.plant)
-                engine.free_from = self.now + self.plant.refresh_s
+                engine.advance(self.time_s, self.plant)
+                engine.free_from = self.time_s + self.plant.refresh_s
                 self._next_end(engine)
                 self._at(engine.free_from, partial(self._serve, engine))
         self._take()
 
     def _note(self) -> None:
         """Groups being played change: what was until now is counted."""
-        self._played += len(self._running) * (self.now - self._noted)
-        self._noted = self.now
+        self._played += len(self._running) * (self.time_s - self._noted)
+        self._noted = self.time_s
 
     def _look(self) -> None:
         measured = self._measure()
@@ -280,15 +280,15 @@ class Simulation:
             advice = steer(measured, self.setting, self.bounds, self._memory)
             reason, self._memory = advice.reason, advice.memory
             self._apply(advice.setting)
-        self.looks.append(Look(self.now, measured, self.setting, reason, self.steps))
-        self._at(self.now + self.look_s, self._look)
+        self.looks.append(Look(self.time_s, measured, self.setting, reason, self.steps))
+        self._at(self.time_s + self.look_s, self._look)
 
     def _measure(self) -> Measured:
         self._note()
         serving = [engine for engine in self._engines if engine.version >= 0 and not engine.leaving]
         for engine in serving:
-            engine.advance(self.now, self.plant)
-        waiting = 0.0 if self._training else self.now - self._waited_since
+            engine.advance(self.time_s, self.plant)
+        waiting = 0.0 if self._training else self.time_s - self._waited_since
         held = max((len(one.active) for one in serving), default=0) / (self.plant.kv_sequences or np.inf)
         measured = Measured(
             finished=self._finished / self.look_s,
@@ -304,7 +304,7 @@ class Simulation:
             engine.busy = 0.0
         self._waited = self._played = 0.0
         self._finished = self._preempted = 0
-        self._waited_since = self.now
+        self._waited_since = self.time_s
         return measured
 
     def _apply(self, setting: Setting) -> None:
