@@ -20,7 +20,7 @@ TRANSCRIPTS = st.builds(Transcript, TURNS.map(tuple), st.sampled_from(list(StopR
 
 
 SPOKEN = {"score"}  # what the environment says, which tests/envs/test_reasoning_gym.py holds it to
-TASTES = {"even"}  # knows no reference and no full marks: tests/rewards/test_rules.py
+TASTES = {"even", "even_once"}  # know no reference and no full marks: tests/rewards/test_rules.py
 JUDGES = sorted(set(PARTS) - SPOKEN - TASTES)
 
 

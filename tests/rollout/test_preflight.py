@@ -31,7 +31,9 @@ def check(env, *, parts=None, n=5, deadline_s=0.5):
     return asyncio.run(check_reference(env, make_mix(parts or {"correct": 1.0}), n, deadline_s=deadline_s))
 
 
-@pytest.mark.parametrize("name", ENVS)
+@pytest.mark.parametrize(
+    "name", sorted(set(ENVS) - {"verifiers"})
+)  # poses a taskset of yours: tests/envs/test_verifiers.py
 @pytest.mark.parametrize("backwards", [True, False])
 def test_every_shipped_environment_gives_its_own_references_full_marks(name, backwards):
     options = {"reversed": backwards} if name == "arithmetic" else {}
