@@ -1,8 +1,8 @@
 """Request and reply between processes over ZeroMQ: many calls in flight, cancellation, back-pressure.
 
 A `Server` answers for one worker on one endpoint; a `Caller` holds the connections of one process to others.
-Endpoints are URLs (`ipc://` today; nothing here knows the transport). Who is dead is not found out here: whoever
-knows says so with `bury`, and every call to that endpoint, pending or new, then fails at once.
+Endpoints are URLs (`ipc://`, or `tcp://` with a key, see seal.py; nothing here knows the transport). Who is dead is not
+found out here: whoever knows says so with `bury`, and every call to that endpoint, pending or new, then fails at once.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ from contraflow.runtime.allowance import Allowance
 from contraflow.runtime.base import Address
 from contraflow.runtime.link import Link
 from contraflow.runtime.method import method_of
+from contraflow.runtime.seal import Key, connect
 from contraflow.runtime.service import Service, open_answer
 from contraflow.runtime.wire import Frame, Frames
 
@@ -52,6 +53,7 @@ class _Reply(msgspec.Struct, array_like=True, frozen=True):
 Answer = tuple[bool, Frames]
 Trouble = Callable[[Address], str]
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+Socket: TypeAlias = "zmq.Socket[bytes]"
 _encode = msgspec.msgpack.Encoder().encode
 _decode_request = msgspec.msgpack.Decoder(_Call | _Cancel).decode
 _decode_reply = msgspec.msgpack.Decoder(_Reply).decode
@@ -60,9 +62,8 @@ _decode_reply = msgspec.msgpack.Decoder(_Reply).decode
 class Server:
     """Answers calls on one endpoint. Invariant: every call that arrives while it serves is answered exactly once."""
 
-    def __init__(self, context: Context, endpoint: str) -> None:
-        socket = _new_socket(context, zmq.ROUTER)
-        socket.bind(endpoint)
+    def __init__(self, socket: Socket) -> None:
+        """`socket` is a bound ROUTER of `new_socket`."""
         self._link = Link(socket)
         self._tasks: dict[tuple[bytes, int], asyncio.Task[None]] = {}
 
@@ -183,9 +184,15 @@ class Connection:
 class Caller:
     """The connections of one process: one per endpoint, shared by all references to it."""
 
-    def __init__(self, context: Context, *, owner: str, identity: str, trouble: Trouble) -> None:
-        """`owner` is who waits, in errors; `identity` is unique among callers; `trouble` explains a late answer."""
+    def __init__(
+        self, context: Context, *, owner: str, identity: str, trouble: Trouble, key: Key | None = None
+    ) -> None:
+        """`owner` is who waits, in errors; `identity` is unique among callers; `trouble` explains a late answer.
+
+        `key`: that of the run's callers, where channels are sealed.
+        """
         self._context, self._owner, self._identity, self._trouble = context, owner, identity, trouble
+        self._key = key
         self._connections: dict[str, Connection] = {}
         self._graves: dict[str, WorkerDied] = {}
 
@@ -204,12 +211,12 @@ class Caller:
         if address.endpoint in self._graves:
             raise _again(self._graves[address.endpoint])
         if address.endpoint not in self._connections:
-            socket = _new_socket(self._context, zmq.DEALER)
+            socket = new_socket(self._context, zmq.DEALER)
             socket.setsockopt(zmq.ROUTING_ID, self._identity.encode())
             socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
             try:
-                socket.connect(address.endpoint)
-            except zmq.ZMQError as fault:
+                connect(socket, address.endpoint, self._key)
+            except (zmq.ZMQError, ChannelError) as fault:
                 socket.close(linger=0)
                 raise ChannelError(f"no channel to {address.worker!r} at {address.endpoint!r}: {fault}") from fault
             self._connections[address.endpoint] = Connection(Link(socket), address, self._owner, self._trouble)
@@ -243,7 +250,15 @@ class ChannelRef(Generic[W_co]):
         return result
 
 
-def _new_socket(context: Context, kind: int) -> "zmq.Socket[bytes]":
+def bind(context: Context, endpoint: str) -> Socket:
+    """A server's socket at an endpoint that only this machine reaches."""
+    socket = new_socket(context, zmq.ROUTER)
+    socket.bind(endpoint)
+    return socket
+
+
+def new_socket(context: Context, kind: int) -> Socket:
+    """A socket without high-water marks, as `Link` wants it."""
     socket = context.socket(kind)
     socket.set_hwm(0)  # the callers' allowances bound what is queued; at a mark ZeroMQ would drop answers silently
     return socket

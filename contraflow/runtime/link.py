@@ -36,11 +36,14 @@ class Link:
         self._look_soon()
 
     def send(self, frames: Sequence[Frame]) -> None:
-        """Send a message, unless closed."""
+        """Send a message, unless closed. Where there is no place for it the far side refused the connection's key."""
         if self._socket.closed:
             return
-        # Copied: an array may change once a call is given up or a method returned, while ZeroMQ is still sending it.
-        self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=True)
+        try:
+            # Copied: an array may change once a call is given up or a method returned, while ZeroMQ still sends it.
+            self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=True)
+        except zmq.Again as refusal:
+            self._break(refusal)
         self._look_soon()
 
     def close(self, linger_ms: int) -> None:
@@ -60,5 +63,8 @@ class Link:
             while self._receive and not self._socket.closed and int(self._socket.getsockopt(zmq.EVENTS)) & _IN:
                 self._receive(self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False))
         except Exception as error:  # noqa: BLE001 - whoever owns the link decides
-            if not self.broken.done():
-                self.broken.set_exception(error)
+            self._break(error)
+
+    def _break(self, error: Exception) -> None:
+        if not self.broken.done():
+            self.broken.set_exception(error)

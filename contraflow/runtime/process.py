@@ -1,6 +1,6 @@
-"""Life of a worker process of the `local` runtime, from its first line to its exit.
+"""Life of a worker process of the runtimes `local` and `ray`, from its first line to its exit.
 
-Makes the worker, answers its calls, shows signs of life, and leaves when the runtime says so or is gone.
+Makes the worker, answers its calls, shows signs of life, and leaves when the runtime says so or its keeper is gone.
 Ctrl-C reaches the whole process group and is ignored here: the runtime stops workers in order. SIGTERM is a notice to
 leave, passed on to whoever runs the system; SIGUSR1 writes the stacks of all threads.
 """
@@ -23,15 +23,16 @@ import zmq
 
 from contraflow.errors import WorkerDied
 from contraflow.runtime.base import Address, Ref
-from contraflow.runtime.channel import FLUSH_MS, Caller, Server
+from contraflow.runtime.channel import FLUSH_MS, Caller, Context, Server, Socket, bind
 from contraflow.runtime.faults import Fault, to_fault
 from contraflow.runtime.names import factory_name
+from contraflow.runtime.seal import Key
 from contraflow.runtime.service import Service
-from contraflow.runtime.status import GAVE_UP, StatusPage, read_status
+from contraflow.runtime.status import GAVE_UP, LEFT, StatusPage, read_status
 from contraflow.telemetry import Clock
 
 BEAT_S = 0.5
-ORPHAN_S = 2.0  # how long a worker may take to close once its runtime is gone
+ORPHAN_S = 2.0  # how long a worker may take to close once its keeper is gone
 
 
 class Grave(msgspec.Struct, frozen=True):
@@ -46,14 +47,20 @@ class Grave(msgspec.Struct, frozen=True):
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker process is born with. `plan` is `(factory, kwargs)` as multiprocessing pickles them."""
+    """What a worker process is born with. `plan` is `(factory, kwargs)` as multiprocessing pickles them.
+
+    `threads` are torch's; 0 for a process that does not compute. `files`: a path that its status page, `.status`, and
+    the stacks of its threads, `.stack`, are beside. `key`: that of the run's callers, where channels are sealed.
+    """
 
     address: Address
+    files: str
     threads: int
     clock: Clock
     environment: Mapping[str, str]
     graves: tuple[Grave, ...]
     plan: bytes
+    key: Key | None = None
 
 
 class ProcessHost:
@@ -110,18 +117,31 @@ class Control:
 
 
 def main(setup: Setup) -> None:
-    """The whole life of a worker process."""
-    import torch
-
+    """The whole life of a worker process of the `local` runtime."""
+    parent = parent_process()
+    assert parent is not None, "a worker process has a parent"
     multiprocessing.current_process().daemon = False  # it may have children of its own; it ends with its runtime anyway
+    os.environ.update(setup.environment)  # the fork server was born earlier, with the environment and threads of then
+    context = zmq.Context()
+    live(setup, context, bind(context, setup.address.endpoint), keeper=parent.sentinel)
+    context.destroy(linger=FLUSH_MS)
+
+
+def live(setup: Setup, context: Context, socket: Socket, *, keeper: int) -> None:
+    """Be a worker, behind a bound socket, until told to stop; called in the main thread of its process.
+
+    `keeper` is a file descriptor that becomes readable when whoever keeps this process is gone: then so is it, soon.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The fork server was born earlier, with the environment and the threads of then.
-    os.environ.update(setup.environment)
-    torch.set_num_threads(setup.threads)
-    # Softmaxes of sure models are full of denormals, which a CPU takes a hundred times longer over. Threads inherit it.
-    torch.set_flush_denormal(True)
+    if setup.threads:
+        import torch
+
+        torch.set_num_threads(setup.threads)
+        # Softmaxes of sure models are full of denormals, which a CPU takes a hundred times longer over. Threads inherit
+        # what is set here.
+        torch.set_flush_denormal(True)
     _take_name(setup.address.worker)
-    asyncio.run(_live(setup))
+    asyncio.run(_live(setup, context, socket, keeper))
 
 
 def _take_name(name: str) -> None:
@@ -131,40 +151,36 @@ def _take_name(name: str) -> None:
         place.write_text(name[:15], encoding="utf-8")
 
 
-def socket_path(address: Address) -> Path:
-    """The socket of the worker at an `ipc://` address."""
-    return Path(address.endpoint.removeprefix("ipc://"))
+def status_path(files: str) -> Path:
+    """Where a worker writes its status page."""
+    return Path(f"{files}.status")
 
 
-def status_path(address: Address) -> Path:
-    """Where that worker writes its status page."""
-    return socket_path(address).with_suffix(".status")
-
-
-def stack_path(address: Address) -> Path:
-    """Where that worker writes the stacks of its threads when it gets SIGUSR1."""
-    return socket_path(address).with_suffix(".stack")
+def stack_path(files: str) -> Path:
+    """Where it writes the stacks of its threads when it gets SIGUSR1."""
+    return Path(f"{files}.stack")
 
 
 def trouble(address: Address, clock: Clock) -> str:
-    """Why the worker at an address may be slow to answer; empty when it looks healthy."""
-    status = read_status(status_path(address))
+    """Why the worker at an address may be slow to answer; empty when it looks healthy, or is not a neighbour."""
+    scheme, _, files = address.endpoint.partition("ipc://")
+    status = None if scheme else read_status(status_path(files))
     return status.trouble(clock()) if status else ""
 
 
-async def _live(setup: Setup) -> None:
+async def _live(setup: Setup, context: Context, socket: Socket, keeper: int) -> None:
     name, clock = setup.address.worker, setup.clock
-    page = StatusPage(status_path(setup.address), clock())
+    page = StatusPage(status_path(setup.files), clock())
     page.running("its factory")
-    stacks = stack_path(setup.address).open("a", encoding="utf-8")
+    stacks = stack_path(setup.files).open("a", encoding="utf-8")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    context = zmq.Context()
-    caller = Caller(context, owner=name, identity=setup.address.endpoint, trouble=lambda a: trouble(a, clock))
+    identity = setup.address.endpoint
+    caller = Caller(context, owner=name, identity=identity, trouble=lambda a: trouble(a, clock), key=setup.key)
     for grave in setup.graves:
         caller.bury(grave.endpoint, grave.death())
-    server = Server(context, setup.address.endpoint)
+    server = Server(socket)
     control = Control(caller, server)
-    with _Heart(page, clock, asyncio.get_running_loop(), control):
+    with _Heart(page, clock, asyncio.get_running_loop(), control, keeper):
         control.service = _make(setup, ProcessHost(name, clock, caller, page), control, page.running)
         page.running("")
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, page.leaving)
@@ -176,7 +192,7 @@ async def _live(setup: Setup) -> None:
         serving.cancel()
         await asyncio.wait({serving})
         caller.close()
-    context.destroy(linger=FLUSH_MS)
+    page.running(LEFT)
 
 
 def _make(setup: Setup, host: ProcessHost, control: Control, changed: Callable[[str], None]) -> Service | None:
@@ -191,10 +207,12 @@ def _make(setup: Setup, host: ProcessHost, control: Control, changed: Callable[[
 
 
 class _Heart:
-    """A thread that shows signs of life, and ends the process soon after the runtime's own process ended."""
+    """A thread that shows signs of life, and ends the process soon after its keeper ended."""
 
-    def __init__(self, page: StatusPage, clock: Clock, loop: asyncio.AbstractEventLoop, control: Control) -> None:
-        self._page, self._clock, self._loop, self._control = page, clock, loop, control
+    def __init__(
+        self, page: StatusPage, clock: Clock, loop: asyncio.AbstractEventLoop, control: Control, keeper: int
+    ) -> None:
+        self._page, self._clock, self._loop, self._control, self._keeper = page, clock, loop, control, keeper
         self._end, self._stop = connection.Pipe(duplex=False)
         self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
 
@@ -206,14 +224,12 @@ class _Heart:
         self._thread.join(timeout=ORPHAN_S)
 
     def _beat(self) -> None:
-        parent = parent_process()
-        assert parent is not None, "a worker process has a parent"
         ready: list[Any] = []
         while not ready:
             self._page.beat(self._clock())
             self._loop.call_soon_threadsafe(self._tick)
-            ready = connection.wait([parent.sentinel, self._end], timeout=BEAT_S)
-        if parent.sentinel in ready:
+            ready = connection.wait([self._keeper, self._end], timeout=BEAT_S)
+        if self._keeper in ready:
             closing = asyncio.run_coroutine_threadsafe(self._control.stop(), self._loop)
             concurrent.futures.wait([closing], timeout=ORPHAN_S)
             os._exit(1)

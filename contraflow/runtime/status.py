@@ -13,6 +13,7 @@ import msgspec
 _HEAD = struct.Struct("<ddII")  # process beat, loop beat, length of the text, whether it was told to leave
 _PAGE = 4096
 GAVE_UP = "gave up: "  # how `running` begins when a worker ended itself, and why follows
+LEFT = "left in order"  # what `running` says once a worker was told to stop and did
 STALE_S = 2.0  # four missed beats
 
 

@@ -41,12 +41,17 @@ class Patient:
 
     def look(self, now: float, status: Status, hang_s: float) -> str:
         """Why the worker counts as hung; empty while it does not."""
-        process_s, loop_s = self._process.look(now, status.process_s), self._loop.look(now, status.loop_s)
-        was = f"running {status.running}" if status.running else "idle"
-        if process_s >= hang_s:
-            return f"hung: its process has not moved for {process_s:.0f} s; was {was}"
-        if loop_s >= hang_s:
-            return f"hung: its event loop has been blocked for {loop_s:.0f} s; was {was}"
+        self._process.look(now, status.process_s)
+        self._loop.look(now, status.loop_s)
+        trouble = self.trouble(hang_s)
+        return f"hung: {trouble}; was {f'running {status.running}' if status.running else 'idle'}" if trouble else ""
+
+    def trouble(self, least_s: float) -> str:
+        """What has not moved for `least_s` or longer, at the last look; empty if all did."""
+        if self._process.stale_s >= least_s:
+            return f"its process has not moved for {self._process.stale_s:.0f} s"
+        if self._loop.stale_s >= least_s:
+            return f"its event loop has been blocked for {self._loop.stale_s:.0f} s"
         return ""
 
 

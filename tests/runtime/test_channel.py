@@ -14,7 +14,7 @@ import zmq
 from contraflow.errors import ChannelError, DeadlineExceeded, WorkerDied
 from contraflow.runtime import channel
 from contraflow.runtime.base import Address
-from contraflow.runtime.channel import Caller, ChannelRef, Server
+from contraflow.runtime.channel import Caller, ChannelRef, Server, bind
 from contraflow.runtime.service import Service
 from contraflow.types import Float32
 
@@ -45,7 +45,7 @@ class Control:
 @asynccontextmanager
 async def connected(endpoint: str) -> AsyncIterator[tuple[Worker, Server, Caller, Address]]:
     context = zmq.Context()
-    worker, server = Worker(), Server(context, endpoint)
+    worker, server = Worker(), Server(bind(context, endpoint))
     serving = asyncio.ensure_future(server.serve(worker=Service("w", worker), control=Service("w", Control())))
     caller = Caller(context, owner="test", identity="me", trouble=lambda address: "")
     try:
@@ -202,7 +202,7 @@ def test_an_answer_that_is_no_answer_fails_every_call(tmp_path: Path) -> None:
 def test_a_request_that_is_no_request_ends_the_server_loudly(tmp_path: Path) -> None:
     async def scene() -> None:
         context = zmq.Context()
-        server = Server(context, f"ipc://{tmp_path}/s")
+        server = Server(bind(context, f"ipc://{tmp_path}/s"))
         serving = asyncio.ensure_future(server.serve(worker=Service("w", Worker()), control=Service("w", Control())))
         stranger = context.socket(zmq.DEALER)
         stranger.connect(f"ipc://{tmp_path}/s")

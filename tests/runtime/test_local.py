@@ -169,7 +169,7 @@ def test_no_more_calls_than_allowed_are_in_a_worker_and_all_fail_with_it(tmp_pat
                 await asyncio.sleep(0.05)
 
     def running(address: Address) -> str:
-        status = read_status(status_path(address))
+        status = read_status(status_path(address.endpoint.removeprefix("ipc://")))
         return status.running if status else ""
 
     play(scene, tmp_path)
