@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 RECIPE ?= recipes/tiny_cpu.toml
 RUN ?= runs/tiny
 
-.PHONY: run test test-slow chaos test-gpu test-vllm test-store test-extras check format bench clean
+.PHONY: run test test-slow chaos test-gpu test-vllm test-store test-ray test-extras check format bench clean
 
 run: $(VENV)/.ready
 	$(BIN)/contraflow run $(RECIPE) --folder $(RUN)-$$(date +%Y%m%d-%H%M%S)
@@ -36,6 +36,9 @@ test-extras: $(VENV)/.ready-dev $(VENV)-extras/.ready
 
 test-store: $(VENV)/.ready-dev $(VENV)-s3/.ready
 	CONTRAFLOW_WEED=$(VENV)-s3/bin/weed $(BIN)/pytest -m s3
+
+test-ray: $(VENV)/.ready-dev $(VENV)-ray/.ready
+	$(VENV)-ray/bin/python -m pytest -m ray
 
 check: $(VENV)/.ready-dev
 	$(BIN)/ruff format --check .
@@ -89,5 +92,13 @@ $(VENV)-extras/.ready: $(VENV)/.ready-dev
 	$(VENV)-extras/bin/python -m pip install -q -c constraints.txt reasoning-gym==0.1.25 verifiers==0.4.0 $(PIP_ARGS)
 	@touch $@
 
+# Ray, on top of what is in $(VENV); 260 MB.
+$(VENV)-ray/.ready: $(VENV)/.ready-dev
+	$(PYTHON) -m venv $(VENV)-ray
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > \
+	  $$($(VENV)-ray/bin/python -c 'import site; print(site.getsitepackages()[0])')/run.pth
+	$(VENV)-ray/bin/python -m pip install -q -c constraints.txt ray==2.60.0 $(PIP_ARGS)
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-vllm $(VENV)-s3 $(VENV)-extras .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-s3 $(VENV)-extras $(VENV)-ray .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -45,6 +45,7 @@ def run(
     folder: Annotated[Path | None, typer.Option(help="where the run lives; runs/RECIPE-DATE if not given")] = None,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the newest cut in --folder")] = False,
+    runtime: Annotated[str | None, typer.Option(help="short for --set runtime.kind=...: local, inline or ray")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="lines instead of the live view")] = False,
 ) -> None:
     """Train a model by RL as the recipe says. Ctrl-C ends it cleanly (exit code 130); --resume goes on."""
@@ -59,7 +60,7 @@ def run(
     if recipe is None and not source.is_file():
         raise RunFolderError(f"{folder} holds no recipe.toml: it is not the folder of a run")
     place = folder or Path("runs") / f"{source.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    settings = load_recipe(source, overrides or [])
+    settings = load_recipe(source, [*(overrides or []), *([f"runtime.kind={runtime}"] if runtime else [])])
 
     from contraflow.run import run_recipe
     from contraflow.view.live import open_view, run_title

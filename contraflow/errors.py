@@ -125,6 +125,10 @@ class RunFolderError(ContraflowError):
     """The run folder is in use by another run, or does not hold what a resume needs."""
 
 
+class ClusterError(ContraflowError):
+    """The cluster that workers live on cannot be reached, refuses the token, has no place, or lost its head."""
+
+
 class ChannelError(ContraflowError):
     """A call could not be carried to a worker or back."""
 

@@ -17,6 +17,7 @@ from contraflow.beginning import Beginning, begin
 from contraflow.buffer.service import Buffer, make_buffer
 from contraflow.config import Engine, Recipe, Train, recipe_toml
 from contraflow.errors import ConfigError, ContraflowError, RunFolderError, WorkerDied
+from contraflow.machines import Spread, check_machines, gpu_pools
 from contraflow.model.builtin import model_folder
 from contraflow.model.folder import read_config
 from contraflow.model.invariant import open_invariant
@@ -135,7 +136,7 @@ class System:
         recipe, engine = self.recipe, self.recipe.engine
         if engine.served:
             return _with_servers(engine, int(name.rpartition("-")[2]), recipe.rollout.workers)
-        if recipe.runtime.kind == "inline":
+        if recipe.runtime.kind != "local":  # of a cluster's GPUs each worker sees its own
             return engine
         device = worker_setting(
             engine.device,
@@ -174,8 +175,10 @@ async def open_system(recipe: Recipe, folder: Path, *, resume: bool, clock: Cloc
         raise RunFolderError(f"{folder} holds no run to resume; leave --resume out to start one")
     with locked(folder, resume=resume):
         sweep_workers(folder)
-        runtime = open_runtime(recipe.runtime, folder, clock=clock, preload=PRELOAD)
+        runtime = open_runtime(recipe.runtime, folder, clock=clock, preload=PRELOAD, gpu_pools=gpu_pools(recipe))
         try:
+            if isinstance(runtime, Spread):
+                await check_machines(recipe, folder, runtime, resume=resume)
             if not resume:  # before anything is started: a run killed while it starts can be resumed
                 write_whole(folder / "recipe.toml", recipe_toml(recipe))
             writer = secrets.token_hex(8)
@@ -240,6 +243,8 @@ def check_wire(recipe: Recipe) -> None:
 def check_devices(recipe: Recipe, visible: int) -> None:
     """Raise ConfigError, naming the setting, unless the GPUs that the recipe asks for are among `visible` ones."""
     train, engine = recipe.train.device, recipe.engine.device
+    if recipe.runtime.kind == "ray":  # its machines have them, or no place is found
+        return
     if recipe.runtime.kind == "inline" and len({first_gpu(train), first_gpu(engine)} - {None}) > 1:
         raise ConfigError(
             f"runtime.kind = 'inline' is one process on one GPU, but train.device = {train!r} and engine.device = "

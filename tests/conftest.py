@@ -14,10 +14,21 @@ from contraflow.model.folder import save_folder
 from contraflow.model.tokenizer import Tokenizer, build_char_tokenizer
 from tests import seaweed
 from tests.processes import forking
+from tests.ray_head import Head
 
 # Hypothesis judges laws, not speed: test machines are shared and slow at times.
 settings.register_profile("contraflow", deadline=None)
 settings.load_profile("contraflow")
+
+
+@pytest.fixture(scope="session")
+def ray_head() -> Iterator[Head]:
+    """A head of Ray that tests share; none is started where no test asks."""
+    head = Head()
+    try:
+        yield head.until_ready()
+    finally:
+        head.close()
 
 
 @pytest.fixture(autouse=True)

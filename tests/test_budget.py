@@ -50,6 +50,7 @@ def test_each_outside_library_stays_in_its_place() -> None:
         "triton": ("model/kernels_", "dispatch/nvlink_kernels.py"),
         "h11": "rollout/http",
         "jinja2": "model/template.py",
+        "ray": "runtime/ray.py",
         "reasoning_gym": "envs/reasoning_gym.py",
         "verifiers": "envs/verifiers_package.py",
         "vllm": "rollout/vllm_extension.py",

@@ -29,7 +29,9 @@ REASONS: dict[str, dict[str, set[str]]] = {
         "rollout/stepping.py": {"ask: asyncio.wait"},
         "runtime/allowance.py": {"take: await turn"},
         "runtime/channel.py": {"_exchange: await reply"},
+        "runtime/cluster.py": {"in_thread: await done"},  # in a start, a look at the machines, or `leave`
         "runtime/inline.py": {"exchange: await reply"},
+        "runtime/remote.py": {"_join: self._cluster.join"},  # in a start
         "runtime/drill.py": {"cancelled: self._cancellation.wait"},
     },
     # The owner is whoever closes the thing: nobody waits for an answer, and no work is no fault.
@@ -44,7 +46,12 @@ REASONS: dict[str, dict[str, set[str]]] = {
         "rollout/keeper.py": {"main: server.wait"},
         "runtime/channel.py": {"serve: await self._link.broken"},
         "runtime/inline.py": {"next_death: self._deaths.get", "next_notice: self._notices.get"},
-        "runtime/local.py": {"next_death: self._deaths.get", "next_notice: self._notices.get"},
+        "runtime/housed.py": {"next_death: self._deaths.get", "next_notice: self._notices.get"},
+        "runtime/remote.py": {
+            "next_death: self._deaths.get",
+            "next_death: asyncio.wait",
+            "next_death: await self._lost",
+        },
         "runtime/process.py": {"_live: control.leaving.wait", "_live: asyncio.wait"},
     },
     # The owner is the task itself.

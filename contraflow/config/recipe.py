@@ -156,7 +156,9 @@ class Weights(Section):
 class Runtime(Section):
     """Where workers live."""
 
-    kind: Literal["local", "inline"] = "local"  # a process per worker, or all in this one, deterministically
+    kind: Literal["local", "inline", "ray"] = (
+        "local"  # a process per worker here; all in this process, deterministically; or a process each on a Ray cluster
+    )
     threads: Count = 1  # torch threads of each worker
     hang_s: Annotated[float, Field(ge=5)] = (
         60.0  # a worker without a sign of life for so long is killed, its stacks kept

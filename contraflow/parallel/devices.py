@@ -22,9 +22,14 @@ def first_gpu(setting: str) -> int | None:
 
 
 def device_of(setting: str, rank: int = 0) -> torch.device:
-    """The device of a pool's rank: the CPU, or GPU N + rank for a setting of `cuda:N` (`cuda` is `cuda:0`)."""
+    """The device of a pool's rank: the CPU, or GPU N + rank for a setting of `cuda:N` (`cuda` is `cuda:0`).
+
+    Counted round where the process sees fewer: on a cluster it sees its own only, or those of one of several machines.
+    """
     first = first_gpu(setting)
-    return torch.device("cpu") if first is None else torch.device("cuda", first + rank)
+    if first is None:
+        return torch.device("cpu")
+    return torch.device("cuda", (first + rank) % (torch.cuda.device_count() or first + rank + 1))
 
 
 def worker_setting(setting: str, *, ranks: int, worker: int, visible: int) -> str:

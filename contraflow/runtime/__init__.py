@@ -1,7 +1,9 @@
-"""Where workers live: `inline` (this process, deterministic) or `local` (a process per worker on this machine)."""
+"""Where workers live: `inline` (this process, deterministic), `local` (a process per worker on this machine) or `ray`
+(a process per worker on any machine of a Ray cluster)."""
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -24,9 +26,17 @@ class RuntimeSection(Protocol):
 
 
 def open_runtime(
-    section: RuntimeSection, folder: Path, *, clock: Clock = time.monotonic, preload: Sequence[str] = ()
+    section: RuntimeSection,
+    folder: Path,
+    *,
+    clock: Clock = time.monotonic,
+    preload: Sequence[str] = (),
+    gpu_pools: Collection[str] = (),
 ) -> Runtime:
-    """The runtime a recipe asks for. `folder` is the run's; `preload` names modules that worker processes need."""
+    """The runtime a recipe asks for. `folder` is the run's; `preload` names modules that worker processes need.
+
+    `gpu_pools`: those of which each worker wants a GPU of a cluster.
+    """
     if section.kind == "inline":
         import torch
 
@@ -38,4 +48,25 @@ def open_runtime(
         from contraflow.runtime.local import LocalRuntime
 
         return LocalRuntime(folder, threads=section.threads, hang_s=section.hang_s, clock=clock, preload=preload)
-    raise ConfigError(f"runtime.kind = {section.kind!r}: allowed are 'local' and 'inline'")
+    if section.kind == "ray":
+        return _open_ray(section, folder, clock, gpu_pools)
+    raise ConfigError(f"runtime.kind = {section.kind!r}: allowed are 'local', 'inline' and 'ray'")
+
+
+def _open_ray(section: RuntimeSection, folder: Path, clock: Clock, gpu_pools: Collection[str]) -> Runtime:
+    """On the Ray at RAY_ADDRESS, or on one that it starts. Raises ConfigError where there can be none."""
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # its own 30 s are too few on a busy machine
+    try:
+        from contraflow.runtime.ray import RayCluster
+    except ModuleNotFoundError as fault:
+        if fault.name != "ray":
+            raise
+        raise ConfigError("runtime.kind = 'ray': Ray is not installed here; pip install 'contraflow[ray]'") from None
+    if not hasattr(os, "pidfd_open"):
+        raise ConfigError("runtime.kind = 'ray' needs Linux, whose pidfd tells when a process ends; use 'local'")
+    from contraflow.runtime.remote import RemoteRuntime
+
+    cluster = RayCluster(os.environ.get("RAY_ADDRESS", ""))
+    return RemoteRuntime(
+        cluster, folder, threads=section.threads, hang_s=section.hang_s, clock=clock, gpu_pools=gpu_pools
+    )

@@ -24,6 +24,7 @@ from contraflow.runtime import open_runtime
 from contraflow.runtime.base import Address
 from contraflow.runtime.drill import Drill, make_drill
 from contraflow.types import Episode, Group, Span, StopReason, Task, Ticket, Turn, Version
+from tests.ray_head import needs_ray
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 Scene = Callable[[Any], Awaitable[None]]
@@ -37,9 +38,11 @@ class Section:
     hang_s: float = 60.0
 
 
-@pytest.fixture(params=["inline", "local"])
-def play(request: pytest.FixtureRequest, tmp_path: Path) -> Play:
-    """Run a scene on a fresh runtime of each kind, and close it."""
+@pytest.fixture(params=["inline", "local", pytest.param("ray", marks=[pytest.mark.ray, needs_ray])])
+def play(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Run a scene on a fresh runtime of each kind, and close it. Those on Ray join one head in turn."""
+    if request.param == "ray":
+        request.getfixturevalue("ray_head").point(monkeypatch)
 
     def run(scene: Scene) -> None:
         async def whole() -> None:
@@ -496,7 +499,9 @@ def test_calls_between_workers_fail_when_the_far_one_dies_or_is_dead(play: Play)
         runtime.kill("far")
         with pytest.raises(WorkerDied, match=r"'far' died: .*was running wait"):
             await pending
+        starting = time.monotonic()
         late = await runtime.start("late", make_drill)  # born after that death
+        begin += time.monotonic() - starting  # a process that imports torch for itself takes seconds
         for caller in (near, late):
             with pytest.raises(WorkerDied, match="'far' died"):
                 await caller.call(30, Drill.relay_add, far.address, 1)
