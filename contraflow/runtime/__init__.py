@@ -55,7 +55,9 @@ def open_runtime(
 
 def _open_ray(section: RuntimeSection, folder: Path, clock: Clock, gpu_pools: Collection[str]) -> Runtime:
     """On the Ray at RAY_ADDRESS, or on one that it starts. Raises ConfigError where there can be none."""
+    # Read when Ray is imported, and handed on to a Ray that is started here.
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # its own 30 s are too few on a busy machine
+    os.environ.setdefault("RAY_worker_niceness", "0")  # its own 15 lets anything else on the machine go first
     try:
         from contraflow.runtime.ray import RayCluster
     except ModuleNotFoundError as fault:

@@ -312,6 +312,7 @@ def test_a_run_without_an_address_has_a_ray_of_its_own_with_tokens_that_goes_wit
     )
     assert environment["RAY_AUTH_MODE"] == "token"
     assert len(environment["RAY_AUTH_TOKEN"]) == 64
+    assert os.getpriority(os.PRIO_PROCESS, worker) == os.getpriority(os.PRIO_PROCESS, 0)  # Ray's own would be 15 more
     os.kill(process.pid, signal.SIGINT)
     process.communicate(timeout=60)
     assert gone(worker, 5)
